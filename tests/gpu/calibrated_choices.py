@@ -1,6 +1,6 @@
-"""Calibrate two GPUs as a program does that compiles a model, and hold what follows from it against ``bench kernel``.
+"""Calibrate a node as a program does that compiles a model, and hold what follows from it against ``bench kernel``.
 
-    python tests/gpu/calibrated_choices.py --json calibrated.json [--timeout 110]
+    python tests/gpu/calibrated_choices.py --json calibrated.json [--world-size 4] [--timeout 110]
 
 The ranks run twice, over NVLink and with peer access unused, without any table, shipped or the user's. In each run the first
 compile measures the node. Then the ranks time the same candidates as ``tw-compile bench kernel`` does, with kernels whose waits
@@ -78,8 +78,9 @@ Choice = tuple[str | None, str, int | None]
 """The algorithm, or None and the contender's label, and the SMs that it may have."""
 
 
-def spec(timeout: float) -> BenchSpec:
-    return BenchSpec(RANKS, "cuda", "bfloat16", (HIDDEN,), tuple(sorted(TOKENS)), calls=10, repeats=30, timeout=timeout)
+def spec(world_size: int, timeout: float) -> BenchSpec:
+    tokens = tuple(sorted(TOKENS))
+    return BenchSpec(world_size, "cuda", "bfloat16", (HIDDEN,), tokens, calls=10, repeats=30, timeout=timeout)
 
 
 def rank_process(bench: BenchSpec, rank: int, scratch: str, messages: Connection) -> None:
@@ -147,7 +148,7 @@ def compile_once() -> None:
     )
     backend = make_backend(Config(calibrate="auto", strict=True))
     _, total = torch.compile(block, backend=backend, dynamic=False)(x, residual, weight)
-    assert bool((total == RANKS + 1).all()), "the compiled block is wrong"
+    assert bool((total == group.size() + 1).all()), "the compiled block is wrong"
 
 
 def choices(bench: BenchSpec) -> dict[int, Choice]:
@@ -155,13 +156,13 @@ def choices(bench: BenchSpec) -> dict[int, Choice]:
     name, gate = torch.cuda.get_device_name(), current_gate(Config(calibrate="auto"))
     chosen: dict[int, Choice] = {}
     for size in bench.sizes():
-        verdict = gate.decide(size.nbytes, world_size=RANKS, dtype=bench.dtype)
+        verdict = gate.decide(size.nbytes, world_size=bench.world_size, dtype=bench.dtype)
         if not verdict.fused:
             chosen[size.nbytes] = None, UNFUSED, None
             continue
-        facts = node_facts("cuda", RANKS)
+        facts = node_facts("cuda", bench.world_size)
         transport = prefer_transport(facts, size.hidden, size.element_bytes, verdict.transport or "auto").name
-        step = step_for(steps_for(name, RANKS, str(transport)), size.nbytes)
+        step = step_for(steps_for(name, bench.world_size, str(transport)), size.nbytes)
         chosen[size.nbytes] = (None, f"tw-{transport}", None) if step is None else (step.algorithm, "", step.sms)
     return chosen
 
@@ -218,12 +219,12 @@ def judged(found: Mapping[str, Any]) -> dict[str, Any]:
     return kept | {"sizes": sizes, "calibration": values, "failures": failures}
 
 
-def table(name: str, run: Mapping[str, Any]) -> list[str]:
+def table(name: str, world_size: int, run: Mapping[str, Any]) -> list[str]:
     """A run for the terminal."""
     values = run["calibration"] or {"seconds": (0.0, 0.0), "remarks": []}
     measuring, loading = values["seconds"]
     lines = [
-        f"{RANKS} x {run['device_name']}, {name}: measured in {measuring:.2f} s after {loading:.1f} s of loading kernels; "
+        f"{world_size} x {run['device_name']}, {name}: measured in {measuring:.2f} s after {loading:.1f} s of loading kernels; "
         f"first compile {run['compile_seconds']:.1f} s, of which {mebibytes(max(run['kept_bytes'], 0))} of memory stay; "
         f"bench {run['bench_seconds']:.1f} s",
         f"{'message':>10}  {'chosen':<28}{'us':>9}  {'best':<20}{'us':>9}  slower",
@@ -255,10 +256,14 @@ def estimate(profile: DeviceProfile) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", required=True, help="where the result goes")
+    parser.add_argument("--world-size", type=int, default=RANKS, help="ranks, each with a GPU of its own")
     parser.add_argument("--timeout", type=float, default=110.0, help="seconds for both runs together")
     arguments = parser.parse_args()
-    if torch.cuda.device_count() < RANKS:
-        parser.error(f"expected {RANKS} GPUs, got {torch.cuda.device_count()}")
+    world_size = arguments.world_size
+    if not 2 <= world_size <= torch.cuda.device_count():
+        parser.error(
+            f"--world-size: expected 2 to the GPUs that are there, {torch.cuda.device_count()}, got {world_size}"
+        )
     begin = time.monotonic()
     report: dict[str, Any] = {"machine": machine(), "versions": all_versions("cuda"), "runs": {}}
     for name, variables in RUNS.items():
@@ -267,14 +272,14 @@ def main() -> int:
             environment = {**MULTICAST_OFF, "XDG_CONFIG_HOME": folder, "TW_COMPILE_THRESHOLDS": "", **variables}
             with mock.patch.dict("os.environ", environment):
                 try:
-                    found = spawn_ranks(spec(max(left, 1.0)), lambda what: None, rank_process)
+                    found = spawn_ranks(spec(world_size, max(left, 1.0)), lambda what: None, rank_process)
                 except RankError as error:
                     print(f"{name}: FAILED: {error}")
                     return 1
         run = report["runs"][name] = judged(found)
         report["seconds"] = time.monotonic() - begin
         Path(arguments.json).write_text(json.dumps(report, indent=1) + "\n")
-        print(*table(name, run), "", sep="\n", flush=True)
+        print(*table(name, world_size, run), "", sep="\n", flush=True)
     print(f"all in {report['seconds']:.0f} s")
     return int(any(run["failures"] for run in report["runs"].values()))
 

@@ -68,6 +68,7 @@ def call_of(
     tokens: int, mm: bool = False, sharded: bool = False, overlap_sms: int = 0, reserved_sms: int = 0
 ) -> Callable[[], None]:
     """A call of the operators of that form."""
+    assert dist.group.WORLD is not None
     dtype, group = torch.bfloat16, compat.group_name(dist.group.WORLD)
 
     def random(*shape: int) -> torch.Tensor:

@@ -75,7 +75,7 @@ def test_what_is_not_as_it_should_be_is_named() -> None:
         "multicast is on",
     ]
     assert judged(found(calibrations=[None, None]))["failures"][0] == "nothing was measured"
-    shown = "\n".join(table("NVLink", run))
+    shown = "\n".join(table("NVLink", 2, run))
     for part in ("measured in 2.50 s after 7.0 s", "push_one_shot (128 SMs)", "2.0%", "stream is left out: no", line):
         assert part in shown
 
