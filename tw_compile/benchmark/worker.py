@@ -30,6 +30,7 @@ from tw_compile.harness.problems import (
     expect_within_budget,
     in_codes,
     make_problem,
+    of_exact,
     quantised,
     unfused,
 )
@@ -222,7 +223,7 @@ def _failure(
     else:
         base_hidden = quantised(base_hidden, asked)
         got, base = (dequantised(tensor, asked) for tensor in (hidden, base_hidden))
-        expect_within_budget(checked, "hidden", got, base, want_hidden)
+        expect_within_budget(checked, "hidden", got, base, want_hidden, at_best=of_exact(want_hidden, asked))
     expect_within_budget(checked, "residual", residual, base_h, want_h, budget=budget)
     if contender.kind == "ours":
         expect_same_on_all_ranks(checked, "hidden", hidden)

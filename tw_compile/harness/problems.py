@@ -230,6 +230,11 @@ def quantised(hidden: torch.Tensor, form: Form) -> torch.Tensor:
     )
 
 
+def of_exact(want: torch.Tensor, form: Form) -> torch.Tensor | None:
+    """What exact values ``want [tokens, hidden]`` are worth after they were float8; None if ``form`` has no float8."""
+    return dequantised(quantised(want.float(), form), form) if form.quantises else None
+
+
 def _unfused(ctx: Context, problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     form, h = problem.form, problem.x.clone()
     dist.all_reduce(h)
@@ -285,7 +290,12 @@ def expect_right(
     want_hidden, want_h = want or exact(ctx, problem)
     base_hidden, base_h = base or unfused(ctx, problem)
     expect_within_budget(
-        ctx, f"hidden {label}", problem.dequantised(hidden), problem.dequantised(base_hidden), want_hidden
+        ctx,
+        f"hidden {label}",
+        problem.dequantised(hidden),
+        problem.dequantised(base_hidden),
+        want_hidden,
+        at_best=of_exact(want_hidden, form),
     )
     expect_same_on_all_ranks(ctx, f"hidden {label}", hidden)
     if form.out == "none":
@@ -298,13 +308,23 @@ def expect_right(
 
 
 def expect_within_budget(
-    ctx: Context, name: str, got: torch.Tensor, base: torch.Tensor, want: torch.Tensor, *, budget: str = "unfused"
+    ctx: Context,
+    name: str,
+    got: torch.Tensor,
+    base: torch.Tensor,
+    want: torch.Tensor,
+    *,
+    budget: str = "unfused",
+    at_best: torch.Tensor | None = None,
 ) -> None:
     """Expect the error of ``got`` against ``want`` (float64) to be at most ``ERROR_RATIO`` times that of ``base``.
 
     This holds for the root mean square overall and of the worst row, and for the worst element. There is a slack of 4 float32
     ulps for the root mean squares, and of 1 ulp of the result's dtype for the element. ``budget`` is what the message calls
     ``base``.
+
+    ``at_best``: float8 values of ``want`` itself. The worst element is one of few that lie in the middle between two codes. By
+    chance ``base`` may have a smaller error there than exact values have as float8. So the element is allowed either error.
     """
     if want.numel() == 0:
         return
@@ -317,7 +337,9 @@ def expect_within_budget(
     ):
         within = float(error) <= ERROR_RATIO * float(base_error) + slack
         ctx.expect(within, f"{name}: {what} error {float(error):.3e}, {budget} {float(base_error):.3e}")
-    top, base_top = (float((value.double() - want).abs().max()) for value in (got, base))
+    known = (got, base) if at_best is None else (got, base, at_best)
+    top, *allowed = (float((value.double() - want).abs().max()) for value in known)
+    base_top = max(allowed)
     ulp = torch.finfo(got.dtype).eps * float(want.abs().max())
     ctx.expect(top <= ERROR_RATIO * base_top + ulp, f"{name}: max error {top:.3e}, {budget} {base_top:.3e}")
 
