@@ -259,6 +259,15 @@ def test_sweep_holds_the_planned_split_against_the_fastest() -> None:
     assert "fused+split@256: 256 + 768 tokens" in text
 
 
+def test_a_planned_split_is_also_held_against_no_split() -> None:
+    planned, whole = row("fused+split", "ours", 105.0), row("fused", "ours", 100.0)
+    planned.split = "256 + 256 tokens"
+    (found,) = sweeps([planned, whole])
+    assert (found["best"], found["compared"]) == ("off", 2)
+    assert found["excess"] == pytest.approx(0.05)
+    assert "planned, 256 + 256 tokens: 5.0% over the fastest of 2, off" in printed(report_of([planned, whole]))
+
+
 def test_symmetric_memory_serves_what_torch_has_kernels_for() -> None:
     by_label = {one.label: one for one in variants(SPEC, 1024)}
     one_shot, two_shot = by_label["inductor+symm-one-shot"], by_label["inductor+symm-two-shot"]

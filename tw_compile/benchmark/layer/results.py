@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from tw_compile.benchmark.layer.variants import NO_COMMUNICATION, PLANNED, SWEPT
+from tw_compile.benchmark.layer.variants import FUSED, NO_COMMUNICATION, PLANNED, SWEPT
 from tw_compile.harness.rows import Outcome, best_peer, csv_of
 from tw_compile.kernels.collective.wires import EXACT
 
@@ -92,7 +92,7 @@ def _compare_wires(rows: list[LayerRow]) -> None:
 
 
 def sweeps(rows: list[LayerRow]) -> list[dict[str, Any]]:
-    """For each number of tokens, the planned split beside the fastest of all splits. The plan may be not to split.
+    """For each number of tokens, what the plan chose beside the fastest choice of all that were timed. One is not to split.
 
     ``excess``: how much longer the planned split takes, as a share.
     """
@@ -100,7 +100,7 @@ def sweeps(rows: list[LayerRow]) -> list[dict[str, Any]]:
     for tokens in dict.fromkeys(row.tokens for row in rows):
         timed = {row.label: row for row in rows if row.tokens == tokens and row.p50_us is not None}
         planned = timed.get(PLANNED.label)
-        others = [row for row in timed.values() if row.is_swept]
+        others = [row for row in timed.values() if row.is_swept or row.label == FUSED.label]
         if planned is None or planned.p50_us is None or not others:
             continue
         best = min((planned, *others), key=lambda row: row.p50_us or math.inf)
@@ -110,7 +110,7 @@ def sweeps(rows: list[LayerRow]) -> list[dict[str, Any]]:
                 "tokens": tokens,
                 "planned": planned.split,
                 "planned_us": planned.p50_us,
-                "best": best.split,
+                "best": best.split or "off",
                 "best_us": best.p50_us,
                 "compared": 1 + len(others),
                 "excess": planned.p50_us / best.p50_us - 1.0,
