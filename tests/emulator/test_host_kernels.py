@@ -95,6 +95,7 @@ def test_calls_in_words_follow_each_other(world_size: int, hidden_size: int, thr
         (2, 136, {"groups": 1, "ring": 2, "ahead": 1, "depth": 1}, LLAMA),
         (3, 136, {"groups": 3, "ring": 5, "ahead": 3, "depth": 0}, LLAMA),
         (4, 72, {"groups": 1, "ring": 8, "ahead": 6, "depth": 4}, FORMS["fp32"]),
+        (4, 136, {"groups": 1, "ring": 5, "ahead": 3, "depth": 2, "behind": 4}, LLAMA),
         (8, 72, {"groups": 1, "ring": 3, "ahead": 1, "depth": 1}, FORMS["fp8_whole"]),
     ],
 )

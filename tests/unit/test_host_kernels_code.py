@@ -18,6 +18,11 @@ from tw_compile.kernels.collective.spec import Request
 from tw_compile.kernels.runtime.program import Program
 
 CAPABILITIES = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
+KIB = 1024
+MOST_SHARED_BYTES = {(7, 5): 64 * KIB, (8, 0): 163 * KIB, (9, 0): 227 * KIB, (10, 0): 227 * KIB} | {
+    capability: 99 * KIB for capability in ((8, 6), (8, 9), (12, 0))
+}
+"""The most that a CTA can have, by compute capability."""
 KINDS = {"words": HostWords, "one_shot": lambda: HostRows(True), "two_shot": lambda: HostRows(False)}
 
 
@@ -88,8 +93,36 @@ def test_shapes_keep_ranks_from_waiting_for_each_other(hidden_size: int, one_sho
         budget = stage_budget(capability)
         shape = shape_for(request(hidden_size), world_size, one_shot, budget)
         assert shape.ring > shape.ahead >= max(shape.depth, 1)
-        assert shape.depth == 0 or shape.shared_bytes <= budget
+        assert shape.depth == 0 or shape.stage_bytes <= budget
+        assert shape.shared_bytes <= MOST_SHARED_BYTES[capability]
         assert one_shot or shape.result_ring > shape.behind > shape.depth
         assert (
             shape.block <= 1024 and shape.threads * shape.groups * 8 <= max(hidden_size * shape.groups, 512 * 8) + 256
         )
+
+
+@pytest.mark.parametrize(("hidden_size", "groups"), [(4096, 2), (8192, 1)])
+def test_four_ranks_load_two_turns_and_send_one_more_ahead(hidden_size: int, groups: int) -> None:
+    """Their two stages fill the budget to the byte. On small GPUs one stage does."""
+    for capability, depth in (((7, 5), 0), ((8, 9), 1), ((9, 0), 2)):
+        shape = shape_for(request(hidden_size), 4, False, stage_budget(capability))
+        assert (shape.groups, shape.depth, shape.ahead) == (groups, depth, max(depth + 1, 2))
+        assert shape.stage_bytes == stage_budget(capability)
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("world_size", [3, 4])
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_rows_of_more_ranks_stay_in_registers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capability: tuple[int, int], world_size: int
+) -> None:
+    program = program_of("two_shot", request(4096, cast=BF16, residual_dtype=BF16), world_size, monkeypatch, capability)
+    assert resources(program.cubin(), tmp_path)["STACK"] <= 32
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_what_lies_beside_the_stages_counts_for_two_ranks(depth: int) -> None:
+    """Their shapes are those that were measured."""
+    asked = request(8192, dtype=FP32, residual_out="replicated")
+    shape = shape_for(asked, 2, False, 96 * KIB * depth)
+    assert shape.depth == depth - 1 and shape_for(asked, 2, False, 96 * KIB * depth + KIB).depth == depth

@@ -63,7 +63,10 @@ def half_bytes(capacity: int) -> int:
 
 
 def stage_budget(capability: tuple[int, int]) -> int:
-    """Bytes of shared memory for rows that are on their way; 0 if threads can't load to shared memory asynchronously."""
+    """Bytes of shared memory for rows that are on their way; 0 if threads can't load to shared memory asynchronously.
+
+    Every device has at least 3 KiB more for what else a CTA keeps there.
+    """
     if capability < (8, 0):
         return 0
     return (192 if capability[0] in (9, 10) else 96) * 1024
@@ -71,7 +74,11 @@ def stage_budget(capability: tuple[int, int]) -> int:
 
 @dataclass(frozen=True)
 class Shape:
-    """How a CTA handles rows, in the terms of host_rows.cu. ``half_bytes``: bytes of an outbox that one CTA needs per call."""
+    """How a CTA handles rows, in the terms of host_rows.cu.
+
+    ``half_bytes``: bytes of an outbox that one CTA needs per call. ``stage_bytes``: how many of the ``shared_bytes`` are for
+    rows that are on their way.
+    """
 
     threads: int
     groups: int
@@ -81,6 +88,7 @@ class Shape:
     behind: int
     result_ring: int
     shared_bytes: int
+    stage_bytes: int
     half_bytes: int
 
     @property
@@ -115,12 +123,18 @@ def shape_for(request: Request, world_size: int, one_shot: bool, budget: int) ->
     row_bytes = travelling_bytes(hidden_size, request.x.dtype, WIRES[request.wire].sums)
     turn_bytes = (1 if one_shot else world_size - 1) * groups * row_bytes
     ring = min(max(MOST_RING_BYTES // turn_bytes, 2), MOST_RING)
-    ahead = max(1, ring * 7 // 12)
     depth = MOST_DEPTH
     while True:
+        ahead = max(1, ring * 7 // 12)
+        if world_size > 2:
+            # One turn more than is loaded. Otherwise a turn is asked for as soon as it is sent, and all wait for its hop.
+            ahead = max(ahead, min(depth + 1, ring - 2))
         behind, result_ring = (0, 1) if one_shot else (depth + (ahead + 1) // 2, depth + ahead + 1)
         shape = shape_of(request, world_size, one_shot, threads, groups, ring, ahead, depth, behind, result_ring)
-        if depth == 0 or (depth <= ahead and shape.shared_bytes <= budget):
+        # Two stages of four ranks take the whole budget, so what lies beside them must not count. For two ranks it does: their
+        # shapes are measured as they are.
+        counted = shape.stage_bytes if world_size > 2 and depth < ahead else shape.shared_bytes
+        if depth == 0 or (depth <= ahead and counted <= budget):
             return shape
         depth -= 1
 
@@ -149,11 +163,11 @@ def shape_of(
         if request.residual_out == "replicated":
             computed_bytes += hidden_size * norm.residual_dtype.itemsize
             staged += vector_bytes(norm.residual_dtype, None)
-    stage_bytes = peers * each * groups * threads * staged
+    stage_bytes = depth * peers * each * groups * threads * staged
     statistics = statistics_bytes(request, groups, threads // 32)
-    shared_bytes = _aligned(16 + 24 * world_size + statistics, _ALIGNMENT) + depth * stage_bytes
+    shared_bytes = _aligned(16 + 24 * world_size + statistics, _ALIGNMENT) + stage_bytes
     half_bytes = _aligned(ring * turn_bytes + result_ring * groups * computed_bytes, _ALIGNMENT)
-    return Shape(threads, groups, ring, ahead, depth, behind, result_ring, shared_bytes, half_bytes)
+    return Shape(threads, groups, ring, ahead, depth, behind, result_ring, shared_bytes, stage_bytes, half_bytes)
 
 
 def _aligned(nbytes: int, alignment: int) -> int:
