@@ -78,7 +78,9 @@ def test_rows_through_host_memory_are_drawn_only_where_they_are_asked_for() -> N
     assert list(context.fastest_fused(2, 8192)) == ["b"] and list(context.over_host.fastest_fused(2, 8192)) == ["a"]
     files = {row.file for row in committed() if row.through_host}
     assert files == {HOST, LAYERS, EXACT_LAYERS, "2026-11-24-2xh100-layer-host-llama-3.1-8b-1024-tp2.csv"} | {
-        "2026-11-24-2xh100-vllm-host-llama-3.1-8b-16-layers-tp2.csv"
+        "2026-11-24-2xh100-vllm-host-llama-3.1-8b-16-layers-tp2.csv",
+        "2026-11-26-4xh100-kernel-host-tp4.csv",
+        "2026-11-26-4xh100-layer-host-llama-3.1-8b-8-layers-tp4.csv",
     }
 
 
