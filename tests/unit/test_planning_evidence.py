@@ -34,7 +34,21 @@ def test_a_layer_of_few_tokens_that_gains_nothing_is_left_whole() -> None:
     assert plan_layer(H200, LAYER.shape, 512).off is Off.NOT_FASTER
 
 
-@pytest.mark.parametrize(("name", "least", "most"), [("H100", 0.012, 0.02), ("H200", 0.0, 0.005)])
+@pytest.mark.parametrize("name", ["H100", "H200"])
+def test_no_choice_for_a_measured_layer_takes_two_percent_longer_than_the_other_one(name: str) -> None:
+    """H100's layer of 512 tokens at TP4 was split, and took 5.5% longer: weights are read more slowly than was assumed."""
+    profile = load_profile(name)
+    held = 0
+    for layer in measured_layers(profile.device_names[0], "stream"):
+        plan = plan_layer(profile, layer.shape, layer.tokens, joins_gemms=layer.joined)
+        if layer.group and (plan.off or plan.sizes[0] == layer.first):
+            chosen = layer.fused_us if plan.off else layer.split_us
+            assert chosen <= 1.02 * min(layer.fused_us, layer.split_us), (layer, plan.off)
+            held += 1
+    assert held >= 7
+
+
+@pytest.mark.parametrize(("name", "least", "most"), [("H100", 0.01, 0.02), ("H200", 0.0, 0.005)])
 def test_the_margin_is_how_much_too_optimistic_predicted_gains_are(name: str, least: float, most: float) -> None:
     profile = load_profile(name)
     known = evidence(profile)
