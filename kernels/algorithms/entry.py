@@ -42,7 +42,8 @@ class AlgorithmEntry:
         most_sms: The most SMs that it can use; 0 if that is not known before it is made.
         beside: For calls beside other work algorithms are tried in ascending order of this number. None: it is not tried.
         instead: The name of the algorithm that is tried next if this one can't serve a message.
-        two_whole: The name of the algorithm that is tried first if two ranks both want all rows of the new residual.
+        two_whole: The name of the algorithm that is tried first if two ranks both want all rows of the new residual. More ranks
+            have it up to a larger size then.
         needs_whole_residual: Whether every rank must have all rows of the residual.
         needs_multicast: Whether it serves nothing without NVLink multicast.
         serves_all: Whether it serves every message whose rows travel as they are and whose scales are given. Exactly one entry

@@ -15,8 +15,9 @@ The steps of a world size are in ascending order of bytes, separately for each t
 all larger messages. Without a table :func:`default_steps` are used. If an algorithm cannot serve a message, the transport's
 algorithm that serves all messages takes its place.
 
-Tables are measured in the form that each kernel is best in. Two-shot leaves the new residual on its owner. If two ranks both
-want all of its rows, two-shot moves half a message more, and one-shot takes its place at all sizes.
+Tables are measured in the form that each kernel is best in. Two-shot leaves the new residual on its owner. If all ranks want
+all of its rows, two-shot moves 1 - 1 / world_size of a message more. So one-shot takes its place up to a larger size, and for
+two ranks at all sizes.
 
 Some calls are not in tables. Calls beside other work (``overlap_sms``) have few SMs, and stream makes the most of those. For
 calls whose rows a GEMM is fed (``feed_from``) there is only one kernel, if it can serve the call. Calls whose rows travel in
@@ -128,6 +129,8 @@ class Selector(Chooser):
 
         super().__init__(transport)
         self._bytes = [step.up_to_bytes for step in steps]
+        pairs = itertools.zip_longest(steps, steps[1:])
+        self._bytes_of_whole = [up_to_bytes_of_whole(step, following) for step, following in pairs]
         last = serves_all(transport)
         self._feeding = tuple(entry.make() for entry in feeding(transport))
         self._beside = (*(_at_most(entry, MAX_OVERLAP_SMS) for entry in beside_work(transport)), last)
@@ -151,8 +154,9 @@ class Selector(Chooser):
             return self._with_wires
         if request.overlap_sms:
             return self._beside
-        candidates = self._of_whole if request.residual_out == "replicated" else self._candidates
-        by_size = candidates[min(bisect_left(self._bytes, request.x.nbytes), len(candidates) - 1)]
+        whole = request.residual_out == "replicated"
+        candidates, ends = (self._of_whole, self._bytes_of_whole) if whole else (self._candidates, self._bytes)
+        by_size = candidates[min(bisect_left(ends, request.x.nbytes), len(candidates) - 1)]
         return (*self._feeding, *by_size) if request.feed_from else by_size
 
     def alternatives(self, request: Request, state: GroupState) -> tuple[Algorithm, ...]:
@@ -262,6 +266,20 @@ def default_steps(transport: str, world_size: int) -> tuple[Step, ...]:
 def step_for(steps: Sequence[Step], nbytes: int) -> Step | None:
     """The step that serves a message of ``nbytes`` bytes, of the steps of one world size; None without steps."""
     return next((step for step in steps if nbytes <= step.up_to_bytes), steps[-1] if steps else None)
+
+
+def up_to_bytes_of_whole(step: Step, following: Step | None) -> int:
+    """Where ``step`` ends if all ranks want all rows of the new residual; ``following`` follows it.
+
+    One-shot ends where its further bytes take as long as two-shot's second hop. Of a message it moves ``n - 1``, two-shot
+    ``2 (1 - 1 / n)``, or half as much again with the residual. So ``(n - 1) (1 - 2 / n)`` further messages become
+    ``(n - 1) (1 - 3 / n)``. On four H200, two-shot takes 12.1 us for 1 MiB, and 15.0 with the whole residual, where one-shot
+    takes 14.2 (``benchmarks/results/2026-11-22-4xh200-kernel-tp4.csv``).
+    """
+    second = None if following is None else ALGORITHMS[following.algorithm].two_whole
+    if step.world_size <= 3 or second != step.algorithm:
+        return step.up_to_bytes
+    return step.up_to_bytes * (step.world_size - 2) // (step.world_size - 3)
 
 
 def shipped_steps(device_name: str, world_size: int, transport: str = P2P) -> tuple[Step, ...]:

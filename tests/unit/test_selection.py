@@ -256,6 +256,24 @@ def test_two_ranks_that_both_want_all_rows_of_the_residual_have_one_shot(
     assert selector.choose(replace(request, residual=shard, residual_sharded=True), state).name.endswith("two_shot")
 
 
+@pytest.mark.parametrize(("world_size", "times"), [(3, 1.0), (4, 2.0), (8, 1.2)])
+def test_one_shot_serves_longer_messages_whose_whole_residual_all_ranks_want(
+    monkeypatch: pytest.MonkeyPatch, world_size: int, times: float
+) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    steps = selection.default_steps("p2p", world_size)
+    selector = Selector(steps)
+    state: Any = SimpleNamespace(world_size=world_size, rank=0)
+    row_bytes = coded("exact", tokens=1).x.nbytes
+    for residual_out, end in (("sharded", steps[0].up_to_bytes), ("replicated", steps[0].up_to_bytes * times)):
+        for tokens, expected in (
+            (int(end) // row_bytes, "push_one_shot"),
+            (int(end) // row_bytes + 1, "push_two_shot"),
+        ):
+            request = replace(coded("exact", tokens=tokens), residual_out=residual_out)
+            assert selector.choose(request, state).name == expected
+
+
 def test_steps_that_go_down_are_refused_also_with_another_transports_between() -> None:
     entry = '[[steps]]\nworld_size = 2\nup_to_bytes = {}\nalgorithm = "{}"\nsms = 8\n'
     steps = [(1000, "push_one_shot"), (500, "host_words"), (10, "push_two_shot")]
