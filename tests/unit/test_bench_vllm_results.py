@@ -170,6 +170,19 @@ def test_with_two_ranks_the_controls_tokens_say_nothing_and_with_more_they_do() 
     assert refused(2) is None and "of off-nccl 99.000%" in str(refused(4))
 
 
+@pytest.mark.parametrize(("error", "good"), [(0.0109, True), (0.0111, False)])
+def test_where_a_reference_ran_four_ranks_need_no_control(error: float, good: bool) -> None:
+    fuse = judged(
+        accuracy("off", "baseline", 0.01),
+        accuracy("fuse", "ours", error),
+        accuracy("reference", "reference"),
+        vllm_row("off", "baseline", 100.0),
+        vllm_row("fuse", "ours", 120.0, 1000, 90),
+        world_size=4,
+    )["fuse"]
+    assert (fuse.speedup == pytest.approx(1.2)) if good else (fuse.speedup is None and "rms" in str(fuse.refused))
+
+
 @pytest.mark.parametrize("missing", ["off", "fuse", "reference"])
 def test_no_speedup_with_two_ranks_where_the_reference_has_nothing_to_compare(missing: str) -> None:
     rows = [accuracy("off", "baseline", 0.01), accuracy("fuse", "ours", 0.01), accuracy("reference", "reference")]

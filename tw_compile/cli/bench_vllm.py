@@ -86,8 +86,8 @@ def vllm(
 
     An engine with the passes gets no speed-up where the error of its log-probabilities against float32 exceeds 1.1x (with a
     wire: 1.05x) that of vLLM alone. With more than 2 ranks and no wire, its greedy tokens must also agree with vLLM's as often
-    as those of vLLM with another all_reduce do. Exit code: 0 all ran and none of ours was found worse than vLLM alone, 1 an
-    engine failed or ours are worse, 2 bad input.
+    as those of vLLM with another all_reduce do, where such an engine runs. Exit code: 0 all ran and none of ours was found
+    worse than vLLM alone, 1 an engine failed or ours are worse, 2 bad input.
     """
     spec = VllmSpec(
         model=model,
