@@ -151,7 +151,7 @@ def planned(
     engine = replace(ENGINE, tensor_parallel_size=ranks, hidden_size=layer.hidden_size, **changes)
     choices = plan.gates(config, (9, 0))
     ends = plan.range_endpoints(engine, config, choices)
-    return plan.planned_ranges(engine, config, choices, first, ends, (H200, layer), inside)
+    return plan.planned_ranges(engine, config, choices, first, ends, (H200, layer), inside)[:2]
 
 
 @pytest.mark.full
@@ -226,7 +226,7 @@ def test_without_a_plan_the_start_says_so() -> None:
     engine, config = replace(ENGINE, tensor_parallel_size=4), Config(host="vllm-0.24", split="auto")
 
     def line(profile: Any, layer: Any, config: Config = config) -> Any:
-        return plan.planned_ranges(engine, config, plan.gates(config, (9, 0)), 513, [], (profile, layer), True)
+        return plan.planned_ranges(engine, config, plan.gates(config, (9, 0)), 513, [], (profile, layer), True)[:2]
 
     whole = ((513, 8192),)
     assert line(None, None) == (whole, "split auto: none, no device profile says how long a layer takes")
@@ -253,7 +253,7 @@ def test_the_start_says_what_is_not_split_for_its_operators(change: dict[str, An
     layer = layer_of("llama-3.3-70b", 4)
     engine, config = replace(ENGINE, tensor_parallel_size=4, **change), Config(host="vllm-0.24", split=split)
     found = plan.planned_ranges(engine, config, plan.gates(config, (9, 0)), 513, [], (H200, layer), True)
-    assert found == (((513, 8192),), expected)
+    assert found == (((513, 8192),), expected, ())
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from one_rank import be_one_rank, one_rank  # noqa: F401
 
 from tw_compile import collect_reports
 from tw_compile.graph.predicates import operator_name
-from tw_compile.hosts.vllm import plan
+from tw_compile.hosts.vllm import plan, ways
 from tw_compile.models.config import load_config, tensor_parallel_plan
 from tw_compile.passes.reasons import SplitRefused
 from tw_compile.passes.split import GraphLayer, TokenAxis
@@ -74,30 +74,34 @@ def engine(folder: Path, compilation: dict[str, Any] | None = None, layers: int 
     return engine_config(folder, compilation=settings, additional_config=given)
 
 
+def step_of(
+    config: Any, requests: list[paged.Request], padding: int = 0, caches: list[torch.Tensor] | None = None
+) -> Callable[[Any], dict[str, Any]]:
+    """The context of a step of these requests. The caches of the layers are added to ``caches``."""
+    metadata = paged.metadata_of(requests, padding)
+
+    def step(model: Any) -> dict[str, Any]:
+        layers = config.compilation_config.static_forward_context
+        for layer in layers.values():
+            heads = (layer.num_kv_heads, layer.head_size)
+            layer.kv_cache = paged.cache_of(metadata, *heads, torch.bfloat16)
+            if caches is not None:
+                caches.append(layer.kv_cache)
+        slots = dict.fromkeys(layers, metadata.slot_mapping)
+        return {"attn_metadata": dict.fromkeys(layers, metadata), "slot_mapping": slots}
+
+    return step
+
+
 def run(config: Any) -> tuple[list[torch.Tensor], list[GraphReport], list[torch.Tensor]]:
     """The outputs of ``STEPS``, what was reported, and all that is in the caches of the layers at the end."""
     caches: list[torch.Tensor] = []
-
-    def prepare(requests: list[paged.Request], padding: int) -> Callable[[Any], dict[str, Any]]:
-        metadata = paged.metadata_of(requests, padding)
-
-        def step(model: Any) -> dict[str, Any]:
-            layers = config.compilation_config.static_forward_context
-            for layer in layers.values():
-                heads = (layer.num_kv_heads, layer.head_size)
-                layer.kv_cache = paged.cache_of(metadata, *heads, torch.bfloat16)
-                caches.append(layer.kv_cache)
-            slots = dict.fromkeys(layers, metadata.slot_mapping)
-            return {"attn_metadata": dict.fromkeys(layers, metadata), "slot_mapping": slots}
-
-        return step
-
     with collect_reports() as reports, llama(config) as model:
         model(MAX_TOKENS)  # vLLM's first forward has no metadata
         outputs = []
         for requests, padding in STEPS:
             rows = sum(one.query for one in requests)
-            outputs.append(model(rows + padding, prepare(requests, padding))[:rows])
+            outputs.append(model(rows + padding, step_of(config, requests, padding, caches))[:rows])
     return outputs, reports, caches
 
 
@@ -234,7 +238,22 @@ def test_a_step_of_another_kind_is_an_error_and_no_wrong_result(folder: Path) ->
 def test_the_start_says_which_steps_are_split_and_these_are(
     folder: Path, graphs: list[fx.Graph], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Planned as if the layers were those of Llama-70B on four GPUs: their halves with attention, in one range."""
+    """Planned as if the layers were those of Llama-70B on four GPUs: their halves with attention, in one range.
+
+    Shorter steps are compiled both ways, and are whole until they have been timed.
+    """
+    calls: list[str] = []
+    monkeypatch.setattr(ways, "tried_ranges", [])
+    monkeypatch.setattr("tw_compile.hosts.vllm.steps.tried_ranges", ways.tried_ranges)
+    from tw_compile.hosts.vllm import attention
+
+    context = attention.get_attention_context
+
+    def noted(layer_name: str) -> Any:
+        calls.append(layer_name)
+        return context(layer_name)
+
+    monkeypatch.setattr(attention, "get_attention_context", noted)
 
     def layer_of_graph(graph: fx.Graph, axis: TokenAxis) -> GraphLayer | SplitRefused:
         found = original(graph, axis)
@@ -255,17 +274,37 @@ def test_the_start_says_which_steps_are_split_and_these_are(
     with caplog.at_level(logging.INFO, logger="vllm.tw_compile"):
         whole = engine_config(folder, compilation=compilation, additional_config={"tw_compile": options}, **longer)
     assert whole.compilation_config.compile_ranges_endpoints == [8192]
-    ((first, last),) = {
-        (int(low), int(high)) for low, high in re.findall(r"split auto: steps of (\d+) to (\d+) tokens", caplog.text)
-    }
+    said = r"split auto: steps of (\d+) to (\d+) tokens, and steps of (\d+) to (\d+) tokens where the start measures"
+    ((first, last, low, high),) = {tuple(map(int, found)) for found in re.findall(said, caplog.text)}
+    assert (high, last) == (first - 1, 8192)
     with collect_reports() as reports, llama(whole) as model:
-        assert [model(count).shape[0] for count in (8192, first, first - 1, 700)] == [8192, first, first - 1, 700]
-    assert modes(reports).keys() == {(LONG_FROM, first - 1), (first, last)} and modes(reports)[first, last] == "split"
-    assert modes(reports)[LONG_FROM, first - 1] in ("host_slower", "token_count_unknown")
+        outputs = {count: model(count) for count in (8192, first, high)}
+        assert [len(rows) for rows in outputs.values()] == [8192, first, high]
+        (tried,) = ways.tried_ranges
+        assert (tried.low, tried.high, tried.split_from, tried.prepared) == (low, high, high + 1, True)
+        assert (
+            len(calls) == 3 * 2 * LAYERS
+        )  # the longest steps, the first of their range, and the one of the range tried
+        calls.clear()
+        step = step_of(whole, [paged.Request(0, high)])
+        in_one = model(high, step)
+        assert not calls
+        tried.split_from = high
+        torch.testing.assert_close(model(high, step), in_one, rtol=0, atol=0)
+        assert len(calls) == 2 * LAYERS
+        calls.clear()
+        model(high - 1)
+        assert not calls
+    found = {(report.tokens, None if report.split is None else report.split.mode) for report in reports}
+    assert {((low, high), "split"), ((low, high), None), ((first, last), "split")} <= found
     sizes = [report.split.sizes for report in reports if report.split is not None and report.split.mode == "split"]
     assert sizes and all(str(half).startswith("s*") for half, _ in sizes)
     halves = [names(graph).count("tw_compile::vllm_attention_half") for graph in graphs]
-    assert halves[-2:] == [0, 2 * LAYERS]
+    assert halves[-3:] == [
+        2 * LAYERS,
+        2 * LAYERS,
+        0,
+    ]  # the range tried in halves, the longest steps, the range tried whole
 
 
 def test_the_pass_knows_up_to_where_graphs_are_captured(folder: Path) -> None:

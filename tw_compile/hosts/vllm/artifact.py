@@ -20,12 +20,16 @@ from tw_compile.hosts.vllm.steps import Parts, Steps, dispatch
 
 
 class WithLongSteps(SerializableCallable):
-    """``function``, which runs ``steps`` with ``parts``, in a form that saves all three. Loading gives a function of vLLM's."""
+    """``function``, which runs ``steps`` with ``parts`` and ``whole``, in a form that saves all four.
 
-    def __init__(self, function: VllmSerializableFunction, steps: Steps, parts: Parts) -> None:
+    Loading gives a function of vLLM's.
+    """
+
+    def __init__(self, function: VllmSerializableFunction, steps: Steps, parts: Parts, whole: Parts) -> None:
         self._function = function
         self._steps = steps
         self._parts = parts
+        self._whole = whole
 
     def __call__(self, *arguments: Any) -> Any:
         return self._function(*arguments)
@@ -34,30 +38,37 @@ class WithLongSteps(SerializableCallable):
     def serialize_compile_artifacts(cls, fn: WithLongSteps) -> bytes:
         store = StandaloneCompiledArtifacts()
         taken: dict[int, bytes] = {}
-        for ends, compiled in fn._parts.items():
-            for name, part in compiled.items():
-                if id(part) not in taken:
-                    taken[id(part)] = _bytes_of(part)
-                store.insert(name, _key(ends), taken[id(part)])
-        whole = VllmSerializableFunction.serialize_compile_artifacts(fn._function)
-        return pickle.dumps((whole, fn._steps, tuple(fn._parts), store))
+        for parts, key in ((fn._parts, _key), (fn._whole, _key_of_whole)):
+            for ends, compiled in parts.items():
+                for name, part in compiled.items():
+                    if id(part) not in taken:
+                        taken[id(part)] = _bytes_of(part)
+                    store.insert(name, key(ends), taken[id(part)])
+        function = VllmSerializableFunction.serialize_compile_artifacts(fn._function)
+        return pickle.dumps((function, fn._steps, tuple(fn._parts), tuple(fn._whole), store))
 
     @classmethod
     def deserialize_compile_artifacts(cls, data: bytes) -> VllmSerializableFunction:
-        whole, steps, ranges, store = pickle.loads(data)
-        function = VllmSerializableFunction.deserialize_compile_artifacts(whole)
+        saved, steps, ranges, tried, store = pickle.loads(data)
+        function = VllmSerializableFunction.deserialize_compile_artifacts(saved)
         with compat.functorch_config(function.aot_autograd_config):
             store.load_all()
-        parts = {
-            ends: {name: _loaded(store.get_loaded(name, _key(ends)), name in steps.bare) for name in steps.names}
-            for ends in ranges
-        }
-        function.optimized_call = dispatch(steps, parts, function.optimized_call)
+
+        def loaded(key: str) -> dict[str, Callable[..., Any]]:
+            return {name: _loaded(store.get_loaded(name, key), name in steps.bare) for name in steps.names}
+
+        parts = {ends: loaded(_key(ends)) for ends in ranges}
+        whole = {ends: loaded(_key_of_whole(ends)) for ends in tried}
+        function.optimized_call = dispatch(steps, parts, function.optimized_call, whole)
         return function
 
 
 def _key(ends: tuple[int, int]) -> str:
     return f"{ends[0]}-{ends[1]}"  # a store of vLLM's has names and keys joined by "_"
+
+
+def _key_of_whole(ends: tuple[int, int]) -> str:
+    return f"{_key(ends)}-whole"
 
 
 def _bytes_of(part: Callable[..., Any]) -> bytes:

@@ -140,7 +140,7 @@ def _group(
     inside = "from_tokens" in groups
     first = groups["from_tokens"] if inside else 1 + (limit or 0) // plan.row_bytes_of(engine)
     split_for = (profile, _layer(world_size)) if config.split == "auto" else (None, None)
-    ranges, split = plan.planned_ranges(engine, config, choices, first, ends, split_for, inside)
+    ranges, split, _ = plan.planned_ranges(engine, config, choices, first, ends, split_for, inside, both_ways=inside)
     return {
         "world_size": world_size,
         "ranges_end_at": sorted({*ends, *(end for _, end in ranges[:-1])}),

@@ -33,6 +33,7 @@ from tw_compile.hosts.vllm.operators import ATTENTION
 from tw_compile.hosts.vllm.options import switched_off, vllm_config
 from tw_compile.hosts.vllm.plan import Engine, observed
 from tw_compile.hosts.vllm.reasons import HostRefusal, WholeAttention
+from tw_compile.hosts.vllm.ways import Way, way_to_compile
 from tw_compile.kernels.registry import load
 from tw_compile.passes.fusion.forms import host_call
 from tw_compile.passes.operators import AttentionOperator
@@ -59,6 +60,7 @@ class VllmPass(InductorPass):
         engine: The engine that compiles, because vLLM doesn't tell it to passes. None, without the plugin: any engine that may
             have the passes.
         long_ranges: Ranges of token counts for which groups of layers are compiled, and not only pieces.
+        tried: Those of them that are compiled split and whole, and of which the engine's start measures which is faster.
     """
 
     def __init__(
@@ -67,11 +69,13 @@ class VllmPass(InductorPass):
         before: InductorPass | None = None,
         engine: Engine | None = None,
         long_ranges: tuple[tuple[int, int], ...] = (),
+        tried: tuple[tuple[int, int], ...] = (),
     ) -> None:
         self.config = config
         self.before = before
         self.engine = engine
         self.long_ranges = long_ranges
+        self.tried = tried
 
     def __call__(self, graph: fx.Graph) -> None:
         compile_range = get_pass_context().compile_range
@@ -82,9 +86,12 @@ class VllmPass(InductorPass):
         counts = (compile_range.start, compile_range.end)
         captured = 0 if self.engine is None else self.engine.captured_tokens
         attention = self._attention(graph, compile_range.start)
-        host = HostGraph(counts, attention, plan.SPLIT_HOST_US, captured, ATTENTION.kernel)
+        way = way_to_compile()
+        host_us = 0.0 if way is Way.SPLIT else plan.SPLIT_HOST_US
+        host = HostGraph(counts, attention, host_us, captured, ATTENTION.kernel)
         pieces = host.attention is HostAttention.ELSEWHERE
-        whole = (pieces and self.long_ranges) or (self.engine is not None and self.engine.returns_experts)
+        records_experts = self.engine is not None and self.engine.returns_experts
+        whole = (pieces and self.long_ranges) or records_experts or way is Way.WHOLE
         passes = TWCompilePass(replace(self.config, split="off") if whole else self.config)
         refused = _refusal(graph, self.engine)
         result = passes.refuse(graph, *refused) if refused else passes.rewrite(graph, self._gate(), host)
@@ -103,6 +110,8 @@ class VllmPass(InductorPass):
             vllm_version,
             repr(self.engine),
             repr(self.long_ranges),
+            repr(self.tried),
+            way_to_compile(),
         ]
         if self.before is not None:
             parts.append(repr(self.before.uuid()))
@@ -134,7 +143,7 @@ class VllmPass(InductorPass):
         if not self.long_ranges or backend.is_encoder:
             return function
         layers = self.config.vllm_layer_groups
-        return add_long_steps(backend, graph, example_inputs, function, self.long_ranges, layers)
+        return add_long_steps(backend, graph, example_inputs, function, self.long_ranges, layers, self.tried)
 
     def _gate(self) -> Gate:
         # vLLM compiles while it profiles its memory, so nothing is measured here.

@@ -19,6 +19,7 @@ import torch.fx as fx
 
 from tw_compile.hosts.vllm import groups
 from tw_compile.hosts.vllm.steps import Parts, Steps, dispatch
+from tw_compile.hosts.vllm.ways import Way, compiled_as
 
 logger = logging.getLogger("vllm.tw_compile")
 
@@ -27,9 +28,17 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 def add_long_steps(
-    backend: Any, graph: fx.GraphModule, example_inputs: Sequence[Any], function: Any, ranges: Ranges, layers: int
+    backend: Any,
+    graph: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    function: Any,
+    ranges: Ranges,
+    layers: int,
+    tried: Ranges = (),
 ) -> Any:
     """Make ``function``, which ``backend`` made of ``graph``, run steps of ``ranges`` in groups of up to ``layers`` layers.
+
+    Those ``tried`` are compiled both ways (``ways.py``).
 
     Returns ``function``. Where vLLM saves everything it compiled with ``function``, the result is another object, which saves
     these groups, too.
@@ -47,24 +56,27 @@ def add_long_steps(
     first, last = ranges[0][0], ranges[-1][1]
     head, *rest = compile_part.names
     compiled_head = compile_part(head, first, last)
-    parts: Parts = {}
-    for low, high in ranges:
+
+    def compiled(low: int, high: int, way: Way) -> dict[str, Callable[..., Any]]:
         distinct = rest[:1] if cut.seamed else rest  # parts between seams are the same graph: compile it once
-        compiled = [compile_part(name, low, high) for name in distinct]
-        parts[low, high] = dict(zip(rest, itertools.cycle(compiled) if cut.seamed else compiled, strict=False))
-        parts[low, high][head] = compiled_head
+        with compiled_as(way):
+            made = [compile_part(name, low, high, way) for name in distinct]
+        return {head: compiled_head, **dict(zip(rest, itertools.cycle(made) if cut.seamed else made, strict=False))}
+
+    parts: Parts = {ends: compiled(*ends, Way.SPLIT if ends in tried else Way.PLANNED) for ends in ranges}
+    whole: Parts = {ends: compiled(*ends, Way.WHOLE) for ends in tried}
     backend.compiler_manager.save_to_file()
-    whole = fx.GraphModule(cut.module, cut.module.graph)
-    whole.__dict__.update(parts[ranges[0]])  # compiled parts, because graphs would become part of the code
+    called = fx.GraphModule(cut.module, cut.module.graph)
+    called.__dict__.update(parts[ranges[0]])  # compiled parts, because graphs would become part of the code
     bare = frozenset(name for name, part in cut.module.named_children() if not _returns_tuple(part))
-    code, names, constants = generate_execution_code(whole)
+    code, names, constants = generate_execution_code(called)
     steps = Steps(code, names, constants, bare, counts[0], cut.seamed)
     result = function
     if envs.VLLM_USE_MEGA_AOT_ARTIFACT:
         from tw_compile.hosts.vllm.artifact import WithLongSteps
 
-        result = WithLongSteps(function, steps, parts)
-    function.optimized_call = dispatch(steps, parts, function.optimized_call)
+        result = WithLongSteps(function, steps, parts, whole)
+    function.optimized_call = dispatch(steps, parts, function.optimized_call, whole)
     ends, took = ", ".join(str(high) for _, high in ranges), time.perf_counter() - begun
     message = "tw_compile: steps of %d tokens and more run by %d groups of layers, ranges end at %s, compiled in %.1f s"
     logger.info(message, first, len(rest), ends, took)
@@ -84,7 +96,7 @@ class _Compiler:
         self._parts: dict[str, Any] = dict(cut.named_children())
         self.names = list(self._parts)
 
-    def __call__(self, name: str, low: int, high: int) -> Callable[..., tuple[Any, ...]]:
+    def __call__(self, name: str, low: int, high: int, way: Way = Way.PLANNED) -> Callable[..., tuple[Any, ...]]:
         """The part ``name``, compiled for ``low`` to ``high`` tokens."""
         from vllm.config.utils import Range
 
@@ -95,6 +107,9 @@ class _Compiler:
             self._backend.inductor_config,
             self._backend.compilation_config,
             compile_range=Range(start=low, end=high),
-            graph_index=len(self._backend.piecewise_graphs) + self.names.index(name),  # after the indices of the pieces
+            # After the indices of the pieces. The manager knows graphs by range and index, so that each way has its own.
+            graph_index=len(self._backend.piecewise_graphs)
+            + [*Way].index(way) * len(self.names)
+            + self.names.index(name),
             num_graphs=0,  # so no part counts as the last one, after which the manager would log a time
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -138,12 +138,19 @@ def settings_of(gate: Gate) -> VllmSettings:
 
 
 def split_planner(
-    profile: DeviceProfile, layer: LayerShape, engine: Engine, config: Config, choices: tuple[Gate, ...], inside: bool
+    profile: DeviceProfile,
+    layer: LayerShape,
+    engine: Engine,
+    config: Config,
+    choices: tuple[Gate, ...],
+    inside: bool,
+    split_host_us: float,
 ) -> Ranges:
     """Plans for ranges of token counts, as the passes make them when they compile a range.
 
     ``inside``: whether attention is in the graphs, and not between them. A graph may be split if something in it is fused; it
     counts as fused if any gate of ``choices`` fuses it. Where no gate has peer access, messages go through host memory.
+    ``split_host_us``: what the host takes to launch a split layer of a step that is not captured.
     """
     layer = replace(layer, attention=replace(layer.attention, kernel=ATTENTION.kernel))
     peers = any(gate.node.peer_access for gate in choices)
@@ -152,7 +159,7 @@ def split_planner(
 
     @functools.cache
     def planned(tokens: int, first: int | None, attention: str, wires: Wires) -> Plan:
-        host_us = 0.0 if tokens <= engine.captured_tokens else SPLIT_HOST_US
+        host_us = 0.0 if tokens <= engine.captured_tokens else split_host_us
         leave = config.split_gemm_sms == "auto"
         return plan_layer(
             profile,
@@ -217,6 +224,14 @@ def _is_fused(engine: Engine, config: Config, gate: Gate, low: int, high: int) -
     return gate.decide_range((low, high), row_bytes, world_size=world_size, dtype=engine.dtype).fused
 
 
+class PlannedRanges(NamedTuple):
+    """Ranges of steps, a text that says which are split, and which ranges are compiled both ways (``ways.py``)."""
+
+    ranges: tuple[tuple[int, int], ...]
+    text: str
+    tried: tuple[tuple[int, int], ...] = ()
+
+
 def planned_ranges(
     engine: Engine,
     config: Config,
@@ -225,36 +240,76 @@ def planned_ranges(
     ends: list[int],
     split_for: tuple[DeviceProfile | None, LayerShape | None],
     inside: bool,
-) -> tuple[tuple[tuple[int, int], ...], str]:
+    both_ways: bool = False,
+) -> PlannedRanges:
     """Ranges of steps of ``first`` tokens and more, and a text that says which of these steps are split, or why none is.
 
     The ranges end at ``ends`` and, for the split, at up to two more token counts. ``split_for``: the device's profile and the
-    model's layer; None for what the planner doesn't know.
+    model's layer; None for what the planner doesn't know. ``both_ways``: whether a range may be compiled split and whole. Then
+    there is up to one more count, and a range where it depends on the host which way is faster.
     """
     ranges = ranges_from(first, ends, engine.max_tokens) if first < engine.max_tokens else ()
+    text = _not_planned(engine, config, first, split_for)
+    if text is not None:
+        return PlannedRanges(ranges, text)
     profile, layer = split_for
-    if engine.returns_experts:
-        return ranges, f"split {config.split}: none, a step's choices of experts are recorded by its tokens' numbers"
-    if engine.lora:
-        return ranges, f"split {config.split}: none, adapters' kernels sort the tokens of a whole step by their adapter"
-    if config.split != "auto":
-        return ranges, f"split {config.split}"
-    if first >= engine.max_tokens:
-        return ranges, f"split auto: none, vLLM fuses steps of up to {first - 1} tokens by FlashInfer"
-    if profile is None:
-        return ranges, "split auto: none, no device profile says how long a layer takes"
-    if engine.quantised:
-        return ranges, "split auto: none, nobody has measured how quantised matmuls run beside a sum"
+    assert profile is not None
     if layer is None:
         further = [end for end in (1024, engine.max_tokens // 2) if not {end - 1, end + 1} & {*ends}]
         ranges = ranges_from(first, sorted({*ends, *further}), engine.max_tokens)
-        return ranges, "split auto: by each range's plan, the model's layers are read off its graph"
-    planner = split_planner(profile, layer, engine, config, choices, inside)
+        return PlannedRanges(ranges, "split auto: by each range's plan, the model's layers are read off its graph")
+    planner = split_planner(profile, layer, engine, config, choices, inside, SPLIT_HOST_US)
     parts = planner.cut(first, engine.max_tokens, (high for _, high in ranges))
+    tried: tuple[tuple[int, int], ...] = ()
+    steps = _split_steps(planner, parts)
+    if both_ways:
+        of_device = split_planner(profile, layer, engine, config, choices, inside, 0.0)
+        cut, found = _cut_for_the_host(parts, of_device)
+        if found is not None:
+            text = f"steps of {found.low} to {found.high} tokens where the start measures that the host launches them in time"
+            steps = text if all(part.split is None for part in parts) else f"{steps}, and {text}"
+            parts, tried = cut, ((found.low, found.high),)
     split = [part for part in parts if part.split is not None]
     surely = all(_is_fused(engine, config, gate, part.low, part.high) for part in split for gate in choices)
-    steps = _split_steps(planner, parts) + ("" if surely else ", where they are fused")
-    return tuple((part.low, part.high) for part in parts), f"split auto: {steps}"
+    steps += "" if surely else ", where they are fused"
+    return PlannedRanges(tuple((part.low, part.high) for part in parts), f"split auto: {steps}", tried)
+
+
+def _not_planned(
+    engine: Engine, config: Config, first: int, split_for: tuple[DeviceProfile | None, LayerShape | None]
+) -> str | None:
+    """What is said of the split where no plan decides about it; None where one does."""
+    if engine.returns_experts:
+        return f"split {config.split}: none, a step's choices of experts are recorded by its tokens' numbers"
+    if engine.lora:
+        return f"split {config.split}: none, adapters' kernels sort the tokens of a whole step by their adapter"
+    if config.split != "auto":
+        return f"split {config.split}"
+    if first >= engine.max_tokens:
+        return f"split auto: none, vLLM fuses steps of up to {first - 1} tokens by FlashInfer"
+    if split_for[0] is None:
+        return "split auto: none, no device profile says how long a layer takes"
+    if engine.quantised:
+        return "split auto: none, nobody has measured how quantised matmuls run beside a sum"
+    return None
+
+
+def _cut_for_the_host(parts: tuple[Part, ...], of_device: Ranges) -> tuple[tuple[Part, ...], Part | None]:
+    """``parts``, of which the whole one that the GPU would gain most from splitting is cut where the GPU begins to gain.
+
+    Returns also the part of it that the GPU would run faster split; None if there is none. ``of_device`` plans as if the host
+    took no time.
+    """
+    most_saved, result, found = 0.0, parts, None
+    for number, part in enumerate(parts):
+        if part.split is not None or part.low == part.high:
+            continue
+        cut = of_device.cut(part.low, part.high, most=1)
+        for piece in cut:
+            if piece.split is not None and piece.split.saved > most_saved and piece.low < piece.high:
+                most_saved, found = piece.split.saved, piece
+                result = (*parts[:number], *cut, *parts[number + 1 :])
+    return result, found
 
 
 def _split_steps(planner: Ranges, parts: tuple[Part, ...]) -> str:

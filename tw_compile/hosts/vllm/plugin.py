@@ -2,8 +2,9 @@
 
 vLLM has no hook for that, so the plugin wraps ``VllmConfig.__post_init__``. Where nobody asked for the passes, the wrapper only
 tells the engine to a pass that the user has named. The wrapper changes only fields that users may set themselves, and that are
-part of vLLM's cache keys. The plugin also wraps ``VllmBackend.__call__``, to see graphs before they are cut, and measures a
-node that nobody measured when its workers have loaded the model.
+part of vLLM's cache keys. The plugin also wraps ``VllmBackend.__call__``, to see graphs before they are cut. It measures a node
+that nobody measured when its workers have loaded the model, and whether the host is fast enough for the split when they have
+warmed up.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from tw_compile.hosts.vllm.measuring import measure_behind_load_model
 from tw_compile.hosts.vllm.options import asked_options, switched_off, vllm_config
 from tw_compile.hosts.vllm.peers import gpus_reach_each_other
 from tw_compile.hosts.vllm.reasons import HostRefusal
+from tw_compile.hosts.vllm.ways import measure_behind_warm_up
 from tw_compile.kernels.collective.wires import EXACT
 
 logger = logging.getLogger("vllm.tw_compile")
@@ -66,6 +68,7 @@ def register() -> None:
     VllmConfig.__post_init__ = post_init
     _wrap_backend()
     measure_behind_load_model()
+    measure_behind_warm_up()
 
 
 def _wrap_backend() -> None:
@@ -203,20 +206,23 @@ def _put(engine: Any, config: Config) -> tuple[bool, str]:
     split_for = (profile_of(config), layer_of(engine)) if config.split == "auto" else (None, None)
     ends = plan.range_endpoints(facts, config, choices)
     long_ranges: tuple[tuple[int, int], ...] = ()
+    tried: tuple[tuple[int, int], ...] = ()
     if isinstance(long_from, int):
-        long_ranges, split = plan.planned_ranges(facts, config, choices, long_from, ends, split_for, inside)
+        long_ranges, split, tried = plan.planned_ranges(
+            facts, config, choices, long_from, ends, split_for, inside, both_ways=True
+        )
         ends = [end for end in ends if end < long_from - 1]
         last = ", ".join(str(end) for _, end in long_ranges)
         groups = f"from {long_from} tokens on by groups of layers in ranges that end at {last}"
     else:
         first = 1 + (flashinfer or 0) // plan.row_bytes_of(facts)
         theirs = [end for end in compilation.compile_ranges_endpoints or () if end < facts.max_tokens]
-        short_ranges, split = plan.planned_ranges(
+        short_ranges, split, _ = plan.planned_ranges(
             facts, config, choices, first, sorted({*ends, *theirs}), split_for, inside
         )
         ends = sorted({*ends, *(end for _, end in short_ranges)})
         groups = "no groups of layers, {}: {}".format(*long_from)
-    slot[current_platform.pass_key] = VllmPass(config, users, facts, long_ranges)
+    slot[current_platform.pass_key] = VllmPass(config, users, facts, long_ranges, tried)
     compilation.compile_ranges_endpoints = sorted({*(compilation.compile_ranges_endpoints or ()), *ends})
     chained = f", after {type(users).__name__}" if users is not None else ""
     tables = " or ".join(dict.fromkeys(gate.node.device_class for gate in choices))

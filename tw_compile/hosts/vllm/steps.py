@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from tw_compile.hosts.vllm.ways import Tried, profiles_memory, tried_ranges
 from tw_compile.kernels.collective.seam import leave_off
 
 
@@ -29,20 +30,38 @@ Parts = dict[tuple[int, int], dict[str, Callable[..., Any]]]
 """For each range, the compiled parts by name."""
 
 
-def dispatch(steps: Steps, parts: Parts, otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """Runs steps of the ranges in ``parts``; ``otherwise`` runs all others."""
+def dispatch(
+    steps: Steps, parts: Parts, otherwise: Callable[..., Any], whole: Parts | None = None
+) -> Callable[..., Any]:
+    """Runs steps of the ranges in ``parts``; ``otherwise`` runs all others.
+
+    Ranges in ``whole`` were compiled both ways, split in ``parts`` and whole there. Which one runs is chosen later
+    (``ways.py``).
+    """
     from vllm.compilation.codegen import compile_execution_fn
 
-    runs = [
-        (ends, compile_execution_fn(steps.code, of_range, steps.names, steps.constants))
-        for ends, of_range in parts.items()
-    ]
+    def compiled(of_range: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
+        run: Callable[..., Any] = compile_execution_fn(steps.code, of_range, steps.names, steps.constants)
+        return run
+
+    runs = [(low, high, compiled(of_range)) for (low, high), of_range in parts.items()]
+    both = {ends: (Tried(*ends), compiled(of_range)) for ends, of_range in (whole or {}).items()}
+    tried_ranges.extend(tried for tried, _ in both.values())
+
+    def chosen(low: int, high: int, split: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable[..., Any]:
+        if (low, high) not in both:
+            return split
+        tried, whole_run = both[low, high]
+        if not tried.prepared and profiles_memory():
+            tried.prepared = True
+            split(*arguments)
+        return split if arguments[steps.argument] >= tried.split_from else whole_run
 
     def call(*arguments: Any) -> Any:
         tokens = arguments[steps.argument]
-        for (low, high), run in runs:
+        for low, high, run in runs:
             if low <= tokens <= high:
-                results = run(*arguments)
+                results = chosen(low, high, run, arguments)(*arguments)
                 return (leave_off(results[0]),) if steps.seamed else results
         return otherwise(*arguments)
 

@@ -1,0 +1,122 @@
+"""Which way steps of a range run that was compiled split and whole: what is timed, and what follows from the times."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tw_compile.hosts.vllm import ways
+from tw_compile.hosts.vllm.ways import Tried, split_from
+
+
+@pytest.mark.parametrize(
+    ("whole", "split", "expected"),
+    [
+        ((10.0, 20.0, 30.0), (9.0, 18.0, 25.0), 1000),
+        ((10.0, 20.0, 30.0), (12.0, 20.0, 30.0), 3001),  # as fast is no gain
+        ((10.0, 20.0, 30.0), (12.0, 18.0, 25.0), 1500),
+        ((10.0, 20.0, 30.0), (12.0, 19.0, 25.0), 1667),
+        ((10.0, 20.0, 30.0), (9.0, 21.0, 29.0), 2500),  # the gain at 1000 tokens is not one of all longer steps
+        ((10.0, 20.0, 30.0), (12.0, 22.0, 31.0), 3001),
+    ],
+)
+def test_steps_are_split_from_where_all_longer_ones_gain(
+    whole: tuple[float, ...], split: tuple[float, ...], expected: int
+) -> None:
+    tried = Tried(1000, 3000)
+    assert tried.sizes() == [1000, 2000, 3000]
+    assert split_from(tried, whole, split) == expected
+
+
+def test_a_range_of_two_sizes_is_timed_at_both() -> None:
+    assert Tried(7, 8).sizes() == [7, 8]
+    assert split_from(Tried(7, 8), (1.0, 1.0), (2.0, 0.5)) == 8
+
+
+class Worker:
+    """A step takes ``seconds(tokens, split)`` on a clock of its own. ``log`` has the steps."""
+
+    def __init__(self, tried: Tried, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.tried, self.now = tried, 0.0
+        self.log: list[tuple[int, bool]] = []
+        self.model_runner = SimpleNamespace(_dummy_run=self._dummy_run)
+        monkeypatch.setattr(ways.time, "perf_counter", lambda: self.now)
+
+    def _dummy_run(
+        self, tokens: int, cudagraph_runtime_mode: Any = None, force_attention: bool = False, skip_eplb: bool = False
+    ) -> None:
+        assert (cudagraph_runtime_mode, force_attention, skip_eplb) == ("none", True, True)
+        split = tokens >= self.tried.split_from
+        self.log.append((tokens, split))
+        self.now += max(tokens * (8e-6 if split else 1e-5), 0.016 if split else 0.0)  # the host launches in 16 ms
+
+
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> Tried:
+    """The only range of a model of two ranks. Of these the other one takes 1 ms more for a split step."""
+    found = Tried(1000, 3000)
+    monkeypatch.setattr(ways, "tried_ranges", [found])
+    config, state = ModuleType("vllm.config"), ModuleType("vllm.distributed.parallel_state")
+    config.CUDAGraphMode = SimpleNamespace(NONE="none")  # type: ignore[attr-defined]
+    group = SimpleNamespace(cpu_group="cpu", world_size=2, rank_in_group=0)
+    state.get_tp_group = lambda: group  # type: ignore[attr-defined]
+    for name, module in (("vllm.config", config), ("vllm.distributed.parallel_state", state)):
+        monkeypatch.setitem(sys.modules, name, module)
+    for name in ("vllm", "vllm.distributed"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(ways.dist, "get_world_size", lambda: 2)
+
+    def gather(own: list[float], group: Any) -> list[list[float]]:
+        assert group == "cpu"
+        return [own, [*own[: len(own) // 2], *(ms + 1.0 for ms in own[len(own) // 2 :])]]
+
+    monkeypatch.setattr(ways.agree, "gather", gather)
+    return found
+
+
+def test_the_slowest_ranks_times_decide(
+    tried: Tried, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = Worker(tried, monkeypatch)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level(logging.INFO, logger="vllm.tw_compile"):
+        ways.choose_ways(worker)
+    assert worker.log == [(tokens, split) for split in (False, True) for tokens in tried.sizes() for _ in range(4)]
+    # Whole 10, 20, 30 ms; split 17, 17, 25 on the other rank.
+    assert tried.split_from == 1700
+    (said,) = caplog.messages
+    assert said.startswith(
+        "tw_compile: steps of 1000 to 3000 tokens are split from 1700 tokens on: split and whole they take "
+    )
+    assert "17.0 and 20.0 ms for 2000" in said
+
+
+def test_a_runner_without_the_options_leaves_steps_whole_with_one_line(
+    tried: Tried, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = SimpleNamespace(model_runner=SimpleNamespace(_dummy_run=lambda tokens: None))
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    ways.choose_ways(worker)
+    assert tried.split_from == 3001
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "steps stay whole that were not timed: TypeError: _dummy_run: expected options" in caplog.text
+    monkeypatch.setenv("TW_COMPILE_STRICT", "1")
+    with pytest.raises(TypeError, match="_dummy_run"):
+        ways.choose_ways(worker)
+
+
+def test_nothing_runs_where_other_ranks_need_not_come(tried: Tried, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker(tried, monkeypatch)
+    monkeypatch.setattr(ways.dist, "get_world_size", lambda: 4)
+    ways.choose_ways(worker)
+    monkeypatch.setattr(ways.dist, "get_world_size", lambda: 2)
+    monkeypatch.setenv("TW_COMPILE", "0")
+    ways.choose_ways(worker)
+    assert worker.log == [] and tried.split_from == 3001
+    monkeypatch.delenv("TW_COMPILE")
+    ways.choose_ways(worker)
+    assert worker.log

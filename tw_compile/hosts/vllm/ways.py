@@ -1,0 +1,199 @@
+"""Ranges of long steps where the host decides whether the split pays: both ways are compiled, and the engine's start measures.
+
+The host launches a split step kernel by kernel, in about twice the time of a whole one. Where the GPU would be faster than
+that, only a measurement on the machine at hand says whether the split pays. Ranges are cut before a worker runs anything. So
+such a range is compiled split and whole, and when vLLM has warmed up, all ranks run steps of a few sizes both ways. From the
+size on where the slowest rank gains, steps of the range are split. Until then, and after an error, they are whole.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tw_compile import agree
+from tw_compile.environment import strict
+from tw_compile.hosts.vllm.options import switched_off
+
+logger = logging.getLogger("vllm.tw_compile")
+
+RUNS = 3
+"""Steps of one size and way that are timed together, as in a prefill, where the host prepares a step while the GPU is busy."""
+
+
+class Way(StrEnum):
+    """How a range is compiled: as planned, split wherever the GPU gains however long the host launches, or not split."""
+
+    PLANNED = "planned"
+    SPLIT = "split"
+    WHOLE = "whole"
+
+
+_way: ContextVar[Way] = ContextVar("way", default=Way.PLANNED)
+
+
+def way_to_compile() -> Way:
+    """The way of the graph that is compiled now."""
+    return _way.get()
+
+
+@contextmanager
+def compiled_as(way: Way) -> Iterator[None]:
+    """Graphs that are compiled inside are compiled this way."""
+    token = _way.set(way)
+    try:
+        yield
+    finally:
+        _way.reset(token)
+
+
+@dataclass
+class Tried:
+    """A range that is compiled both ways. Steps of at least ``split_from`` tokens are split; more than ``high``: none is.
+
+    ``prepared``: whether the split steps have their memory. They get it while vLLM profiles its memory.
+    """
+
+    low: int
+    high: int
+    split_from: int = field(init=False)
+    prepared: bool = False
+
+    def __post_init__(self) -> None:
+        self.split_from = self.high + 1
+
+    def sizes(self) -> list[int]:
+        """The numbers of tokens that are timed."""
+        return sorted({self.low, (self.low + self.high) // 2, self.high})
+
+
+tried_ranges: list[Tried] = []
+"""Those of this process' model, in the order of its ranges, which is the same on all ranks."""
+
+
+def profiles_memory() -> bool:
+    """Whether the step that runs now is the one by which vLLM learns how much memory a step needs: it has no attention."""
+    from vllm.forward_context import get_forward_context, is_forward_context_available
+
+    return is_forward_context_available() and not get_forward_context().attn_metadata
+
+
+def measure_behind_warm_up() -> None:
+    """Have :func:`choose_ways` follow the warm-up of each worker of this process, as ``measuring.py`` does behind loading."""
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    def compile_or_warm_up_model(self: Any, *args: Any, **named: Any) -> Any:
+        result = self.worker.compile_or_warm_up_model(*args, **named)
+        choose_ways(self.worker)
+        return result
+
+    if "compile_or_warm_up_model" not in vars(WorkerWrapperBase):
+        WorkerWrapperBase.compile_or_warm_up_model = compile_or_warm_up_model
+
+
+def choose_ways(worker: Any) -> None:
+    """Time both ways of each range that was compiled both ways, with all ranks, and choose. An error costs one line.
+
+    Errors that one rank alone may have are raised, as the others wait for its calls.
+
+    Raises:
+        RuntimeError: A rank died, did not answer, or had no memory, while all measured. In strict mode, any error is raised.
+    """
+    if not tried_ranges or switched_off(os.environ):
+        return
+    from vllm.distributed.parallel_state import get_tp_group
+
+    begun, group = time.perf_counter(), get_tp_group()
+    if group.world_size != dist.get_world_size():
+        return  # ranks of pipeline or data parallelism, with ranges of their own, need not be here at the same time
+    try:
+        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
+            for tried in tried_ranges:
+                whole_ms, split_ms = _timed(tried, _runner(worker), lambda own: agree.gather(own, group.cpu_group))
+                tried.split_from = split_from(tried, whole_ms, split_ms)
+                if group.rank_in_group == 0:
+                    logger.info("tw_compile: %s", line(tried, whole_ms, split_ms, time.perf_counter() - begun))
+    except RuntimeError:
+        raise
+    except Exception as error:
+        for tried in tried_ranges:
+            tried.split_from = tried.high + 1
+        if strict():
+            raise
+        logger.warning("tw_compile: steps stay whole that were not timed: %s: %s", type(error).__name__, error)
+
+
+def split_from(tried: Tried, whole_ms: Sequence[float], split_ms: Sequence[float]) -> int:
+    """The number of tokens from which the split is faster at all sizes timed, between two sizes by a straight line."""
+    sizes = tried.sizes()
+    gains = [whole - split for whole, split in zip(whole_ms, split_ms, strict=True)]
+    first = next((place for place in range(len(sizes), 0, -1) if gains[place - 1] <= 0.0), 0)
+    if first == 0:
+        return tried.low
+    if first == len(sizes):
+        return tried.high + 1
+    (below, above), (loss, gain) = sizes[first - 1 : first + 1], gains[first - 1 : first + 1]
+    return below + 1 + int((above - below - 1) * -loss / (gain - loss))
+
+
+def line(tried: Tried, whole_ms: Sequence[float], split_ms: Sequence[float], seconds: float) -> str:
+    """What was measured and chosen, in words."""
+    times = ", ".join(
+        f"{split:.1f} and {whole:.1f} ms for {tokens}"
+        for tokens, split, whole in zip(tried.sizes(), split_ms, whole_ms, strict=True)
+    )
+    chosen = f"from {tried.split_from} tokens on" if tried.split_from <= tried.high else "nowhere"
+    steps = f"steps of {tried.low} to {tried.high} tokens are split {chosen}"
+    return f"{steps}: split and whole they take {times}, measured in {seconds:.1f} s"
+
+
+def _timed(
+    tried: Tried, run: Callable[[int], None], gather: Callable[[list[float]], list[list[float]]]
+) -> tuple[list[float], list[float]]:
+    """Milliseconds of a whole and of a split step of each size, on the slowest rank."""
+    own = []
+    for split in (False, True):
+        for tokens in tried.sizes():
+            tried.split_from = tried.low if split else tried.high + 1
+            run(tokens)
+            _synchronise()
+            begun = time.perf_counter()
+            for _ in range(RUNS):
+                run(tokens)
+            _synchronise()
+            own.append((time.perf_counter() - begun) / RUNS * 1e3)
+    slowest = [max(times) for times in zip(*gather(own), strict=True)]
+    return slowest[: len(own) // 2], slowest[len(own) // 2 :]
+
+
+def _synchronise() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def _runner(worker: Any) -> Callable[[int], None]:
+    """Runs a step of so many tokens with attention, as vLLM itself does to warm kernels up."""
+    from vllm.config import CUDAGraphMode
+
+    dummy_run = worker.model_runner._dummy_run
+    options = {"cudagraph_runtime_mode": CUDAGraphMode.NONE, "force_attention": True, "skip_eplb": True}
+    known = inspect.signature(dummy_run).parameters
+    missing = options.keys() - known.keys()
+    if missing:
+        raise TypeError(f"_dummy_run: expected options {sorted(options)}, got none called {sorted(missing)}")
+
+    def run(tokens: int) -> None:
+        dummy_run(tokens, **options)
+
+    return run
