@@ -235,14 +235,16 @@ def test_a_step_of_another_kind_is_an_error_and_no_wrong_result(folder: Path) ->
         model(40, prepare)
 
 
+@pytest.mark.parametrize("mega", ["0", "1"])  # 0.24 has it off, 0.33 on
 def test_the_start_says_which_steps_are_split_and_these_are(
-    folder: Path, graphs: list[fx.Graph], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    folder: Path, graphs: list[fx.Graph], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, mega: str
 ) -> None:
     """Planned as if the layers were those of Llama-70B on four GPUs: their halves with attention, in one range.
 
     Shorter steps are compiled both ways, and are whole until they have been timed.
     """
     calls: list[str] = []
+    monkeypatch.setenv("VLLM_USE_MEGA_AOT_ARTIFACT", mega)
     monkeypatch.setattr(ways, "tried_ranges", [])
     monkeypatch.setattr("tw_compile.hosts.vllm.steps.tried_ranges", ways.tried_ranges)
     from tw_compile.hosts.vllm import attention
@@ -270,9 +272,13 @@ def test_the_start_says_which_steps_are_split_and_these_are(
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     longer = {"max_num_batched_tokens": 8192, "max_model_len": 8192, "hf_overrides": {"max_position_embeddings": 8192}}
     options = {"strict": True, "split": "auto", "vllm_layer_groups": LAYERS, "device_profile": "H200"}
-    compilation = {"pass_config": {"fuse_allreduce_rms": False}}
+
+    def start() -> Any:
+        compilation = {"pass_config": {"fuse_allreduce_rms": False}}  # vLLM adds to it
+        return engine_config(folder, compilation=compilation, additional_config={"tw_compile": options}, **longer)
+
     with caplog.at_level(logging.INFO, logger="vllm.tw_compile"):
-        whole = engine_config(folder, compilation=compilation, additional_config={"tw_compile": options}, **longer)
+        whole = start()
     assert whole.compilation_config.compile_ranges_endpoints == [8192]
     said = r"split auto: steps of (\d+) to (\d+) tokens, and steps of (\d+) to (\d+) tokens where the start measures"
     ((first, last, low, high),) = {tuple(map(int, found)) for found in re.findall(said, caplog.text)}
@@ -282,9 +288,8 @@ def test_the_start_says_which_steps_are_split_and_these_are(
         assert [len(rows) for rows in outputs.values()] == [8192, first, high]
         (tried,) = ways.tried_ranges
         assert (tried.low, tried.high, tried.split_from, tried.prepared) == (low, high, high + 1, True)
-        assert (
-            len(calls) == 3 * 2 * LAYERS
-        )  # the longest steps, the first of their range, and the one of the range tried
+        # Of the longest steps, of the first of their range, and of the range tried for its memory.
+        assert len(calls) == 3 * 2 * LAYERS
         calls.clear()
         step = step_of(whole, [paged.Request(0, high)])
         in_one = model(high, step)
@@ -295,16 +300,26 @@ def test_the_start_says_which_steps_are_split_and_these_are(
         calls.clear()
         model(high - 1)
         assert not calls
+    for known in (False, True):  # what vLLM hashes settles with the first start in a process
+        warm = start()
+        step = step_of(warm, [paged.Request(0, high)])
+        with collect_reports() as again, llama(warm) as model:
+            model(8192)
+            tried = ways.tried_ranges[-1]
+            for split_from, halves in ((high + 1, 0), (low, 2 * LAYERS)):
+                calls.clear()
+                tried.split_from = split_from
+                torch.testing.assert_close(model(high, step), in_one, rtol=0, atol=0)
+                assert len(calls) == halves
+        assert not known or not again
+    assert len(ways.tried_ranges) == 3
     found = {(report.tokens, None if report.split is None else report.split.mode) for report in reports}
     assert {((low, high), "split"), ((low, high), None), ((first, last), "split")} <= found
     sizes = [report.split.sizes for report in reports if report.split is not None and report.split.mode == "split"]
     assert sizes and all(str(half).startswith("s*") for half, _ in sizes)
-    halves = [names(graph).count("tw_compile::vllm_attention_half") for graph in graphs]
-    assert halves[-3:] == [
-        2 * LAYERS,
-        2 * LAYERS,
-        0,
-    ]  # the range tried in halves, the longest steps, the range tried whole
+    counted = [names(graph).count("tw_compile::vllm_attention_half") for graph in graphs]
+    # The range tried in halves, the longest steps, the range tried whole.
+    assert counted[-3:] == [2 * LAYERS, 2 * LAYERS, 0]
 
 
 def test_the_pass_knows_up_to_where_graphs_are_captured(folder: Path) -> None:

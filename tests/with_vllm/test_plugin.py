@@ -20,6 +20,7 @@ from fake_vllm import HIDDEN, MAX_TOKENS, dispatch, engine_config
 from graph_builder import GraphBuilder
 
 import tw_compile
+from tw_compile.hosts.vllm import ways
 
 SLOT = "post_grad_custom_post_pass"
 ROW_BYTES = 2 * HIDDEN
@@ -322,11 +323,22 @@ def test_a_node_is_measured_when_the_model_is_loaded(
     from tw_compile.hosts.vllm import measuring
 
     log: list[str] = []
+    ways.tried_ranges.append(ways.Tried(1, 2))
     monkeypatch.setattr(measuring, "load", lambda name: lambda config: log.append(f"{name} {config.calibrate}"))
     options = {"tw_compile": {"calibrate": "stored"}} if asked else {}
     wrapper_of(engine_config(folder, additional_config=options), log).load_model(load_dummy_weights=True)
     measured = "tw_compile.tuning.calibrate:measure_or_use_stored stored"
     assert log == ["load True", *([measured] if asked else [])]
+    assert not ways.tried_ranges  # that was of another model
+
+
+@pytest.mark.usefixtures("groups")
+def test_both_ways_are_timed_when_the_worker_has_warmed_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapper = wrapper_of(engine_config(folder), [])
+    wrapper.worker.compile_or_warm_up_model = lambda: "seconds"
+    seen: list[Any] = []
+    monkeypatch.setattr(ways, "choose_ways", seen.append)
+    assert wrapper.compile_or_warm_up_model() == "seconds" and seen == [wrapper.worker]
 
 
 @pytest.mark.usefixtures("groups", "on")

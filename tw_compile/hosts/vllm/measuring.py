@@ -16,6 +16,7 @@ from tw_compile.calibration import in_use
 from tw_compile.config import Config
 from tw_compile.environment import strict
 from tw_compile.hosts.vllm.options import switched_off
+from tw_compile.hosts.vllm.ways import tried_ranges
 from tw_compile.kernels.registry import load
 
 logger = logging.getLogger("vllm.tw_compile")
@@ -32,6 +33,7 @@ def measure_behind_load_model() -> None:
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     def load_model(self: Any, *args: Any, **named: Any) -> Any:
+        tried_ranges.clear()  # a model that this process loaded before has nothing to do with this one
         result = self.worker.load_model(*args, **named)
         measure(self.vllm_config)
         return result
