@@ -4,8 +4,9 @@
 
 Each rank has a GPU of its own, or two ranks share the only one. A line is of one form of calls: the minimum and the median of
 five loops of 60 calls, after calls that make the form known. Each form is timed as it is launched, and without programmatic
-dependent launch (``plain``), so that the difference is what that costs the host. ``torch.mm`` and ``torch.empty`` say how fast
-the host is. The GPUs keep up with the host at these sizes, and no queue fills.
+dependent launch (``plain``), so that the difference is what that costs the host. ``api`` says which calls of CUDA's a call makes,
+and how long each takes, by torch's profiler, which adds some time to each. ``torch.mm`` and ``torch.empty`` say how fast the
+host is. The GPUs keep up with the host at these sizes, and no queue fills.
 """
 
 from __future__ import annotations
@@ -88,6 +89,17 @@ def call_of(
     return call
 
 
+def api_of(call: Callable[[], object]) -> dict[str, tuple[float, float]]:
+    """How often a call makes each call of CUDA's runtime and driver, and the microseconds of each of these."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(CALLS):
+            call()
+        torch.cuda.synchronize()
+    made = [row for row in profile.key_averages() if row.key.startswith("cu") and "Synchronize" not in row.key]
+    return {row.key: (row.count / CALLS, row.self_cpu_time_total / row.count) for row in made}
+
+
 def _plain(launch: Callable[..., None]) -> Callable[..., None]:
     def without_programmatic(self: Kernel, *arguments: Any, **options: Any) -> None:
         launch(self, *arguments, **{**options, "programmatic": False})
@@ -109,7 +121,8 @@ def _rank(rank: int, file: str | None) -> None:
         launched = host_us(call_of(tokens, **changes))
         with mock.patch.object(Kernel, "launch", _plain(Kernel.launch)):
             plain = host_us(call_of(tokens, **changes))
-        lines.append({"tokens": tokens, **changes, "us": launched, "plain_us": plain})
+        made = api_of(call_of(tokens, **changes))
+        lines.append({"tokens": tokens, **changes, "us": launched, "plain_us": plain, "api": made})
     a, b = (torch.randn(64, 64, device="cuda") for _ in range(2))
     lines.append({"torch.mm": host_us(lambda: torch.mm(a, b))})
     lines.append({"torch.empty": host_us(lambda: torch.empty(4, HIDDEN, device="cuda"))})
