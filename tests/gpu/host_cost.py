@@ -4,9 +4,9 @@
 
 Each rank has a GPU of its own, or two ranks share the only one. A line is of one form of calls: the minimum and the median of
 five loops of 60 calls, after calls that make the form known. Each form is timed as it is launched, and without programmatic
-dependent launch (``plain``), so that the difference is what that costs the host. ``api`` says which calls of CUDA's a call makes,
-and how long each takes, by torch's profiler, which adds some time to each. ``torch.mm`` and ``torch.empty`` say how fast the
-host is. The GPUs keep up with the host at these sizes, and no queue fills.
+dependent launch (``plain``), so that the difference is what that costs the host. ``api`` says which calls of CUDA's a call
+makes, and how long each takes, by torch's profiler, which adds some time to each. ``torch.mm`` and ``torch.empty`` say how fast
+the host is. The GPUs keep up with the host at these sizes, and no queue fills.
 """
 
 from __future__ import annotations
@@ -91,6 +91,9 @@ def call_of(
 
 def api_of(call: Callable[[], object]) -> dict[str, tuple[float, float]]:
     """How often a call makes each call of CUDA's runtime and driver, and the microseconds of each of these."""
+    for _ in range(WARM_UP):
+        call()
+    torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         for _ in range(CALLS):
