@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,10 @@ WHOLE_HEADS = frozenset(
     )
 )
 """Model types whose tensor-parallel plan gives each rank whole attention heads; for others only transformers knows."""
+
+
+_KNOWN_TYPES = ("configuration_auto.py", "auto_mappings.py")
+"""The files of transformers that list its model types: the second since 5.0, beside the first."""
 
 
 def preset_names() -> list[str]:
@@ -128,6 +133,25 @@ def check_shape(values: dict[str, Any], world_size: int | None, layers: int | No
         heads = text.get(name)
         if isinstance(heads, int) and heads % world_size:
             raise ValueError(f"--tp: expected a divisor of {heads}, its {name}, got {world_size}")
+
+
+def check_model_type(values: dict[str, Any]) -> None:
+    """Refuse a model type that transformers does not know, without importing it, which takes seconds.
+
+    All types that it knows are quoted in two of its files. A type that neither quotes is unknown. Where the files are not
+    found, no text is refused here.
+
+    Raises:
+        ValueError: The model type is missing, no text, or unknown.
+    """
+    model_type, spec = values.get("model_type"), find_spec("transformers")
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    files = [Path(folder, "models", "auto", name) for folder in folders for name in _KNOWN_TYPES]
+    texts = [file.read_text() for file in files if file.is_file()]
+    quoted = (f"{mark}{model_type}{mark}" for mark in ("'", '"'))
+    unknown = texts and not any(name in text for name in quoted for text in texts)
+    if not isinstance(model_type, str) or not model_type or unknown:
+        raise ValueError(f"model_type: expected a model type that transformers knows, got {model_type!r}")
 
 
 def check_sizes(get: Callable[[str, int], Any]) -> None:

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tw_compile import __version__
+from tw_compile import __version__, model_file
 from tw_compile.cli import bench_common, common, run
 from tw_compile.cli.app import app
 from tw_compile.cli.common import UsageError
-from tw_compile.model_file import WHOLE_HEADS, check_shape
+from tw_compile.model_file import WHOLE_HEADS, check_model_type, check_shape
 from tw_compile.models.config import CONFIG_MAPPING, tensor_parallel_plan
 
 HEADS = "--model tiny-llama: --tp: expected a divisor of 8, its num_attention_heads, got 3"
@@ -147,6 +147,31 @@ def test_a_wire_must_fit_the_text_part_of_a_multi_modal_model(tmp_path: Path) ->
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
     with pytest.raises(UsageError, match=r"the hidden size of .*, 64, is no multiple of 128, got 'int8'"):
         bench_common.wires("int8", str(tmp_path), "bfloat16")
+
+
+@pytest.mark.parametrize("model_type", ["lama", "", None, 7])
+def test_a_model_type_that_transformers_does_not_know_is_refused(model_type: Any) -> None:
+    with pytest.raises(
+        ValueError, match=f"model_type: expected a model type that transformers knows, got {model_type!r}"
+    ):
+        check_model_type({"model_type": model_type})
+
+
+def test_every_model_type_that_transformers_knows_is_taken() -> None:
+    for model_type in CONFIG_MAPPING:
+        check_model_type({"model_type": model_type})
+
+
+def test_a_model_type_is_left_to_a_transformers_whose_files_are_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_file, "find_spec", lambda name: None)
+    check_model_type({"model_type": "lama"})
+
+
+def test_an_unknown_model_type_is_refused_by_a_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "lama"}')
+    monkeypatch.setattr(common, "gpus", None)
+    result = CliRunner().invoke(app, ["run", "--model", str(tmp_path), "--tp", "2"])
+    assert result.exit_code == 2 and "a model type that transformers knows, got 'lama'" in result.output, result.output
 
 
 def test_a_transport_of_gpus_is_refused_where_the_cpu_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

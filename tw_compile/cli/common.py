@@ -24,7 +24,7 @@ from tw_compile.environment import check_environment
 from tw_compile.harness.requests import RankError, UsageError
 from tw_compile.harness.versions import has_driver
 from tw_compile.kernels.collective import transports as entries
-from tw_compile.model_file import check_shape, read_model_file
+from tw_compile.model_file import check_model_type, check_shape, read_model_file
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -201,6 +201,7 @@ def model_file(model: str, tp: int | None = None, layers: int | None = None) -> 
     """
     try:
         values, _ = read_model_file(model)
+        check_model_type(values)
         check_shape(values, tp, layers)
     except ValueError as error:
         raise UsageError(f"--model {model}: {error}") from None
