@@ -146,12 +146,13 @@ def planned(
 ) -> tuple[tuple[tuple[int, int], ...], str]:
     """The ranges of an engine, and what its start says of the split; changes of the engine's, or of options."""
     layer = layer_of(name, ranks)
+    both_ways = changes.pop("both_ways", False)
     options = {key: changes.pop(key) for key in [*changes] if key in Config.__dataclass_fields__}
     config = Config(**{"host": "vllm-0.24", "split": "auto", **options})
     engine = replace(ENGINE, tensor_parallel_size=ranks, hidden_size=layer.hidden_size, **changes)
     choices = plan.gates(config, (9, 0))
     ends = plan.range_endpoints(engine, config, choices)
-    return plan.planned_ranges(engine, config, choices, first, ends, (H200, layer), inside)[:2]
+    return plan.planned_ranges(engine, config, choices, first, ends, (H200, layer), inside, both_ways)[:2]
 
 
 @pytest.mark.full
@@ -183,6 +184,22 @@ def test_full_steps_that_the_host_launches_more_slowly_are_not_split() -> None:
     assert ranges == ((513, 2048),)
     assert line.startswith("split auto: none of up to 2048 tokens pays, at 2048 split is predicted to take ")
     assert f" us, and the host {plan.SPLIT_HOST_US:.0f} us to launch it; unsplit it takes " in line
+
+
+@pytest.mark.parametrize(("name", "ranks", "most"), [("llama-3.1-8b", 2, 2048), ("llama-3.3-70b", 4, 4096)])
+def test_a_range_that_only_the_host_may_slow_down_is_compiled_both_ways(name: str, ranks: int, most: int) -> None:
+    whole, _ = planned(name, ranks, max_tokens=most)
+    layer, config = layer_of(name, ranks), Config(host="vllm-0.24", split="auto")
+    engine = replace(ENGINE, tensor_parallel_size=ranks, hidden_size=layer.hidden_size, max_tokens=most)
+    choices = plan.gates(config, (9, 0))
+    found = plan.planned_ranges(engine, config, choices, 513, [], (H200, layer), True, both_ways=True)
+    ((low, high),) = found.tried
+    assert (low, high) in found.ranges and {end for _, end in whole} <= {end for _, end in found.ranges}
+    assert f"steps of {low} to {high} tokens where the start measures" in found.text
+    layer = replace(layer, attention=replace(layer.attention, kernel="flash3"))
+    middle = (low + high) // 2
+    by_host, by_device = (plan_layer(H200, layer, middle, host_us=us) for us in (plan.SPLIT_HOST_US, 0.0))
+    assert by_host.off is Off.HOST_SLOWER and by_device.off is None
 
 
 def test_captured_steps_need_no_time_of_the_host() -> None:
@@ -380,6 +397,7 @@ def test_doctor_shows_what_vllm_would_do(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_doctor_says_which_steps_would_be_split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tw_compile.hosts.vllm.doctor.vllm_config", lambda *given, **rest: replace(VLLM, split="auto"))
     of_four = examine({}, (9, 0), "NVIDIA H200")["groups"][1]
-    ranges, line = planned()
+    ranges, line = planned(both_ways=True)
     assert of_four["split"] == line and of_four["ranges_end_at"] == [end for _, end in ranges[:-1]]
+    assert "where the start measures that the host launches them in time" in line
     assert "no device profile" in examine({}, (9, 0), "another")["groups"][1]["split"]
