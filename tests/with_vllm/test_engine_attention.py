@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import paged
 import pytest
@@ -19,6 +20,7 @@ from one_rank import be_one_rank, one_rank  # noqa: F401
 from tw_compile import collect_reports
 from tw_compile.graph.predicates import operator_name
 from tw_compile.hosts.vllm import plan, ways
+from tw_compile.kernels.collective.seam import leave_off
 from tw_compile.models.config import load_config, tensor_parallel_plan
 from tw_compile.passes.reasons import SplitRefused
 from tw_compile.passes.split import GraphLayer, TokenAxis
@@ -284,7 +286,10 @@ def test_the_start_says_which_steps_are_split_and_these_are(
     ((first, last, low, high),) = {tuple(map(int, found)) for found in re.findall(said, caplog.text)}
     assert (high, last) == (first - 1, 8192)
     with collect_reports() as reports, llama(whole) as model:
+        finished = mock.Mock(side_effect=leave_off)
+        monkeypatch.setattr("tw_compile.hosts.vllm.steps.leave_off", finished)
         outputs = {count: model(count) for count in (8192, first, high)}
+        assert finished.call_count == 4  # of each, and of the steps for their memory: no call is left in flight
         assert [len(rows) for rows in outputs.values()] == [8192, first, high]
         (tried,) = ways.tried_ranges
         assert (tried.low, tried.high, tried.split_from, tried.prepared) == (low, high, high + 1, True)

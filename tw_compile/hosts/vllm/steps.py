@@ -48,21 +48,21 @@ def dispatch(
     both = {ends: (Tried(*ends), compiled(of_range)) for ends, of_range in (whole or {}).items()}
     tried_ranges.extend(tried for tried, _ in both.values())
 
-    def chosen(low: int, high: int, split: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable[..., Any]:
-        if (low, high) not in both:
-            return split
-        tried, whole_run = both[low, high]
-        if not tried.prepared and profiles_memory():
-            tried.prepared = True
-            split(*arguments)
-        return split if arguments[steps.argument] >= tried.split_from else whole_run
+    def finished(run: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        results = run(*arguments)
+        return (leave_off(results[0]),) if steps.seamed else results
 
     def call(*arguments: Any) -> Any:
         tokens = arguments[steps.argument]
         for low, high, run in runs:
             if low <= tokens <= high:
-                results = chosen(low, high, run, arguments)(*arguments)
-                return (leave_off(results[0]),) if steps.seamed else results
+                if (low, high) in both:
+                    tried, whole_run = both[low, high]
+                    if not tried.prepared and profiles_memory():
+                        tried.prepared = True
+                        finished(run, arguments)
+                    run = run if tokens >= tried.split_from else whole_run
+                return finished(run, arguments)
         return otherwise(*arguments)
 
     return call
