@@ -53,7 +53,7 @@ if __name__ == "__main__":
     from gpu.checks import run
 
     run.run_rank = asleep
-    run.run_checks(2, 2, [], 60)
+    print(run.run_checks(2, 2, ["push"], 60))
 """
 ENGINES = """
 import tempfile
@@ -132,6 +132,18 @@ def test_a_signal_ends_a_command_and_its_ranks_with_nothing_to_complain_of(
         shown, errors = command.communicate(timeout=20)
         assert (command.returncode, errors) == (code, "")
         assert "starting 2 ranks" in shown
+        assert not left(tmp_path, 0.5)
+    assert not list((tmp_path / "scratch").iterdir())
+
+
+@pytest.mark.full
+@pytest.mark.timeout(60)
+def test_checks_that_are_terminated_report_how_far_they_came(tmp_path: Path) -> None:
+    with started(tmp_path, CHECKS) as checks:
+        checks.terminate()
+        shown, errors = checks.communicate(timeout=20)
+        assert (checks.returncode, errors) == (0, "")
+        assert "'push': {'outcome': 'rank 0: did not start\\nrank 1: did not start'" in shown
         assert not left(tmp_path, 0.5)
     assert not list((tmp_path / "scratch").iterdir())
 

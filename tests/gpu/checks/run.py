@@ -35,6 +35,7 @@ import argparse
 import faulthandler
 import json
 import os
+import signal
 import tempfile
 import time
 import traceback
@@ -262,6 +263,8 @@ def run_rank(rank: int, world_size: int, gpus: int, folder: str, names: list[str
 
 def run_checks(world_size: int, gpus: int, names: list[str], timeout: float) -> dict[str, dict[str, Any]]:
     """Run ``names`` with ``world_size`` ranks on ``gpus`` GPUs: check -> :func:`joined` of its ranks' lines."""
+    stopped: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: stopped.append(number))  # what is done is reported all the same
     with tempfile.TemporaryDirectory() as folder:
         deadline = time.monotonic() + timeout
         ranks = [
@@ -270,7 +273,7 @@ def run_checks(world_size: int, gpus: int, names: list[str], timeout: float) -> 
         ]
         try:
             # A list: who has ended has an exit code once it has been joined.
-            while not all([rank.join(0) for rank in ranks]) and time.monotonic() < deadline:
+            while not all([rank.join(0) for rank in ranks]) and time.monotonic() < deadline and not stopped:
                 if any(rank.exitcode not in (None, 0) for rank in ranks):
                     deadline = min(deadline, time.monotonic() + 5)
                 time.sleep(0.1)
