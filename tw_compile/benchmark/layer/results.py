@@ -94,7 +94,7 @@ def _compare_wires(rows: list[LayerRow]) -> None:
 def sweeps(rows: list[LayerRow]) -> list[dict[str, Any]]:
     """For each number of tokens, what the plan chose beside the fastest choice of all that were timed. One is not to split.
 
-    ``excess``: how much longer the planned split takes, as a share.
+    ``excess``: how much longer what was planned takes, as a share.
     """
     swept = []
     for tokens in dict.fromkeys(row.tokens for row in rows):

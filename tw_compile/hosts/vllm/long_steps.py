@@ -19,7 +19,7 @@ import torch.fx as fx
 
 from tw_compile.hosts.vllm import groups
 from tw_compile.hosts.vllm.steps import Parts, Steps, dispatch
-from tw_compile.hosts.vllm.ways import Way, compiled_as
+from tw_compile.hosts.vllm.ways import Way, compiled_as, way_to_compile
 
 logger = logging.getLogger("vllm.tw_compile")
 
@@ -34,7 +34,7 @@ def add_long_steps(
     function: Any,
     ranges: Ranges,
     layers: int,
-    tried: Ranges = (),
+    tried: Ranges,
 ) -> Any:
     """Make ``function``, which ``backend`` made of ``graph``, run steps of ``ranges`` in groups of up to ``layers`` layers.
 
@@ -60,7 +60,7 @@ def add_long_steps(
     def compiled(low: int, high: int, way: Way) -> dict[str, Callable[..., Any]]:
         distinct = rest[:1] if cut.seamed else rest  # parts between seams are the same graph: compile it once
         with compiled_as(way):
-            made = [compile_part(name, low, high, way) for name in distinct]
+            made = [compile_part(name, low, high) for name in distinct]
         return {head: compiled_head, **dict(zip(rest, itertools.cycle(made) if cut.seamed else made, strict=False))}
 
     parts: Parts = {ends: compiled(*ends, Way.SPLIT if ends in tried else Way.PLANNED) for ends in ranges}
@@ -96,10 +96,12 @@ class _Compiler:
         self._parts: dict[str, Any] = dict(cut.named_children())
         self.names = list(self._parts)
 
-    def __call__(self, name: str, low: int, high: int, way: Way = Way.PLANNED) -> Callable[..., tuple[Any, ...]]:
+    def __call__(self, name: str, low: int, high: int) -> Callable[..., tuple[Any, ...]]:
         """The part ``name``, compiled for ``low`` to ``high`` tokens."""
         from vllm.config.utils import Range
 
+        # After the indices of the pieces. The manager knows graphs by range and index, so each way has indices of its own.
+        place = [*Way].index(way_to_compile()) * len(self.names) + self.names.index(name)
         part = self._parts[name]
         return self._backend.compiler_manager.compile(
             part,
@@ -107,9 +109,6 @@ class _Compiler:
             self._backend.inductor_config,
             self._backend.compilation_config,
             compile_range=Range(start=low, end=high),
-            # After the indices of the pieces. The manager knows graphs by range and index, so that each way has its own.
-            graph_index=len(self._backend.piecewise_graphs)
-            + [*Way].index(way) * len(self.names)
-            + self.names.index(name),
+            graph_index=len(self._backend.piecewise_graphs) + place,
             num_graphs=0,  # so no part counts as the last one, after which the manager would log a time
         )

@@ -30,9 +30,7 @@ Parts = dict[tuple[int, int], dict[str, Callable[..., Any]]]
 """For each range, the compiled parts by name."""
 
 
-def dispatch(
-    steps: Steps, parts: Parts, otherwise: Callable[..., Any], whole: Parts | None = None
-) -> Callable[..., Any]:
+def dispatch(steps: Steps, parts: Parts, otherwise: Callable[..., Any], whole: Parts) -> Callable[..., Any]:
     """Runs steps of the ranges in ``parts``; ``otherwise`` runs all others.
 
     Ranges in ``whole`` were compiled both ways, split in ``parts`` and whole there. Which one runs is chosen later
@@ -45,7 +43,7 @@ def dispatch(
         return run
 
     runs = [(low, high, compiled(of_range)) for (low, high), of_range in parts.items()]
-    both = {ends: (Tried(*ends), compiled(of_range)) for ends, of_range in (whole or {}).items()}
+    both = {ends: (Tried(*ends), compiled(of_range)) for ends, of_range in whole.items()}
     tried_ranges.extend(tried for tried, _ in both.values())
 
     def finished(run: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
