@@ -95,6 +95,19 @@ def test_the_slowest_ranks_times_decide(
     assert "17.0 and 20.0 ms for 2000" in said
 
 
+def test_the_second_runner_has_other_options(tried: Tried, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, options = Worker(tried, monkeypatch), []
+
+    def second(tokens: int, *args: Any, skip_attn: bool = False, skip_eplb: bool = False, **named: Any) -> None:
+        options.append((args, skip_attn, skip_eplb, named))
+        worker._dummy_run(tokens, "none", True, True)
+
+    worker.model_runner = SimpleNamespace(_dummy_run=second)
+    ways.choose_ways(worker)
+    assert tried.split_from == 1700
+    assert options == [((), False, True, {})] * 24
+
+
 def test_a_runner_without_the_options_leaves_steps_whole_with_one_line(
     tried: Tried, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -103,7 +116,10 @@ def test_a_runner_without_the_options_leaves_steps_whole_with_one_line(
     ways.choose_ways(worker)
     assert tried.split_from == 3001
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "steps stay whole that were not timed: TypeError: _dummy_run: expected options" in caplog.text
+    assert (
+        "steps stay whole that were not timed: TypeError: _dummy_run of SimpleNamespace: expected options"
+        in caplog.text
+    )
     monkeypatch.setenv("TW_COMPILE_STRICT", "1")
     with pytest.raises(TypeError, match="_dummy_run"):
         ways.choose_ways(worker)

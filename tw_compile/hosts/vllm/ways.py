@@ -183,15 +183,27 @@ def _synchronise() -> None:
 
 
 def _runner(worker: Any) -> Callable[[int], None]:
-    """Runs a step of so many tokens with attention, as vLLM itself does to warm kernels up."""
+    """Runs a step of so many tokens with attention, as vLLM itself does to warm kernels up.
+
+    vLLM 0.24 has two model runners. The second runs attention, and no CUDA graph at sizes that were not captured, unasked.
+
+    Raises:
+        TypeError: The runner's ``_dummy_run`` has not the options that either has.
+    """
     from vllm.config import CUDAGraphMode
 
     dummy_run = worker.model_runner._dummy_run
-    options = {"cudagraph_runtime_mode": CUDAGraphMode.NONE, "force_attention": True, "skip_eplb": True}
-    known = inspect.signature(dummy_run).parameters
-    missing = options.keys() - known.keys()
-    if missing:
-        raise TypeError(f"_dummy_run: expected options {sorted(options)}, got none called {sorted(missing)}")
+    known = inspect.signature(dummy_run).parameters.keys()
+    first = {"cudagraph_runtime_mode": CUDAGraphMode.NONE, "force_attention": True, "skip_eplb": True}
+    if known >= first.keys():
+        options = first
+    elif known >= {"skip_attn", "skip_eplb"}:
+        options = {"skip_attn": False, "skip_eplb": True}
+    else:
+        expected = f"either {sorted(first)} or ['skip_attn', 'skip_eplb']"
+        raise TypeError(
+            f"_dummy_run of {type(worker.model_runner).__name__}: expected options {expected}, got {sorted(known)}"
+        )
 
     def run(tokens: int) -> None:
         dummy_run(tokens, **options)

@@ -1,0 +1,50 @@
+"""Steps that the start times run in both of vLLM's model runners, as its own warm-up runs them: with attention."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tw_compile.hosts.vllm import ways
+
+
+def test_the_first_runner_knows_the_options() -> None:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    runner: Any = object.__new__(GPUModelRunner)
+    with mock.patch.object(GPUModelRunner, "_dummy_run", autospec=True) as dummy_run:
+        ways._runner(SimpleNamespace(model_runner=runner))(700)
+    ((given, tokens), options) = dummy_run.call_args
+    assert (given, tokens) == (runner, 700)
+    assert options["force_attention"] and options["skip_eplb"] and options["cudagraph_runtime_mode"].name == "NONE"
+
+
+@pytest.mark.parametrize("tokens", [700, 701])
+def test_the_second_runner_runs_all_tokens_with_attention(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    runner: Any = object.__new__(GPUModelRunner)
+    steps: list[tuple[int, dict[str, Any]]] = []
+    for name, value in {
+        "max_num_reqs": 256,
+        "kv_connector": SimpleNamespace(set_disabled=lambda disabled: None),
+        "is_first_pp_rank": True,
+        "is_last_pp_rank": False,
+        "lora_config": None,
+    }.items():
+        setattr(runner, name, value)
+
+    def execute_model(self: Any, scheduled: Any, **options: Any) -> None:
+        assert sum(scheduled.num_scheduled_tokens.values()) == scheduled.total_num_scheduled_tokens
+        steps.append((scheduled.total_num_scheduled_tokens, options))
+
+    monkeypatch.setattr(GPUModelRunner, "execute_model", execute_model)
+    ways._runner(SimpleNamespace(model_runner=runner))(tokens)
+    ((ran, options),) = steps
+    assert ran == tokens
+    assert options["dummy_run"] and not options["skip_attn_for_dummy_run"] and not options["is_profile"]
+    assert "cudagraph_runtime_mode" not in inspect.signature(GPUModelRunner._dummy_run).parameters
