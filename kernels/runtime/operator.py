@@ -2,7 +2,8 @@
 
 A compiler has to know an operator: its schema and its fake kernel. Code that Inductor generates need not call it through the
 dispatcher, though. For each call, the dispatcher turns all arguments into C++ values and back. In generated code there is
-nothing to dispatch on: no gradients, no modes, no fake tensors. So it calls ``<operator>.direct``
+nothing to dispatch on: no gradients, no fake tensors, and no mode but torch's own, which watches what operators return in the
+first call of compiled code. So it calls ``<operator>.direct``
 (:func:`compat.lower_as_calls`), the function that serves both CPU and CUDA tensors.
 """
 

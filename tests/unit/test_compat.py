@@ -194,3 +194,23 @@ def test_a_hosts_name_of_a_group_means_that_group_everywhere(monkeypatch: pytest
         compat.symm_mem_rendezvous(torch.zeros(1), "tp:0")
         compat.symm_mem_rendezvous(torch.zeros(1), "other")
         assert asked == [compat.group_name(within), "other"]
+
+
+def test_operators_of_the_first_call_of_compiled_code_are_watched() -> None:
+    seen: list[bool] = []
+    with torch.library._scoped_library("tw_compile_watched", "FRAGMENT") as library:
+        library.define("noted(Tensor x) -> Tensor")
+        library.impl("noted", lambda x: x + 1, "CPU")
+        torch.library.register_fake("tw_compile_watched::noted", torch.empty_like, lib=library)
+        noted = torch.ops.tw_compile_watched.noted.default
+
+        def direct(x: torch.Tensor) -> torch.Tensor:
+            seen.append(compat.operators_are_watched())
+            return x + 1
+
+        noted.direct = direct
+        compat.lower_as_calls([noted])
+        run = torch.compile(noted, fullgraph=True)
+        for _ in range(2):
+            torch.testing.assert_close(run(torch.ones(4)), torch.full((4,), 2.0))
+    assert seen == [True, False]

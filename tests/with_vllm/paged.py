@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tw_compile import compat
+
 if TYPE_CHECKING:
     from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
 
@@ -113,7 +115,8 @@ def forward(
     output_scale: Any = None,
     output_block_scale: Any = None,
 ) -> torch.Tensor:
-    """``FlashAttentionImpl.forward``."""
+    """``FlashAttentionImpl.forward``, which calls operators that do not work under a mode."""
+    assert not compat.operators_are_watched()
     if metadata is None:
         return output.fill_(0)
     return output.copy_(attend(query, cache, metadata, impl.scale))

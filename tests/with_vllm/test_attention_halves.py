@@ -11,6 +11,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tw_compile import compat
 
 pytestmark = pytest.mark.usefixtures("groups")
 
@@ -99,3 +102,43 @@ def test_half_of_a_step_of_fast_prefill(groups: Any) -> None:
     half, expected = half_of(metadata, 1, 2), half_of(made, 1, 2)
     assert half.query_start_loc.tolist() == expected.query_start_loc.tolist() == [0, 0, 2]
     assert half.seq_lens.tolist() == expected.seq_lens.tolist() and metadata.num_actual_tokens == 4
+
+
+def test_a_mode_sees_the_operator_and_nothing_inside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the first call of compiled code. FlashAttention's operators do not work under a mode."""
+    from tw_compile.hosts.vllm import attention
+
+    watched: list[bool] = []
+    metadata = paged.metadata_of([paged.Request(0, 4)])
+    cache = paged.cache_of(metadata, KV_HEADS, HEAD_DIM, torch.float32)
+
+    def forward(*arguments: Any, output: torch.Tensor) -> torch.Tensor:
+        watched.append(compat.operators_are_watched())
+        return output.fill_(3.0)
+
+    def update(*arguments: torch.Tensor) -> None:
+        paged.update(None, *arguments)
+
+    layer = SimpleNamespace(impl=SimpleNamespace(do_kv_cache_update=update, forward=forward))
+    monkeypatch.setattr(
+        attention, "get_attention_context", lambda name: (metadata, layer, cache, metadata.slot_mapping)
+    )
+    monkeypatch.setattr(attention._step, "half", attention.half_of)
+    query, (key, value) = torch.ones(2, HEADS, HEAD_DIM), torch.ones(2, 2, KV_HEADS, HEAD_DIM).unbind(0)
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    half = torch.ops.tw_compile.vllm_attention_half.default
+    arguments = (query, key, value, "layers.0", 0, HEAD_DIM, torch.float32, True, [])
+    seen: list[str] = []
+    with torch.library._scoped_library("tw_compile", "FRAGMENT") as library:
+        library.impl("vllm_attention_half", attention.attend_half, "CPU")
+        with Watch():
+            under_a_mode, _ = half.direct(*arguments)
+        assert seen == ["tw_compile::vllm_attention_half"]
+        alone, _ = half.direct(*arguments)
+    assert watched == [False, False]
+    torch.testing.assert_close(under_a_mode, alone)

@@ -60,6 +60,14 @@ def __getattr__(name: str) -> Any:
     return found
 
 
+def operators_are_watched() -> bool:
+    """Whether a mode sees the operators that are called now, as torch's own does in the first call of compiled code.
+
+    That one came with torch 2.10. It compares what custom operators return with what they were given.
+    """
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
 POST_GRAD_HOOK = "post_grad_custom_post_pass"
 """Inductor's option for a pass over the functional graph, right before its own last passes."""
 

@@ -24,6 +24,7 @@ from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name, direct_re
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadata
 
+from tw_compile import compat
 from tw_compile.hosts.vllm.reasons import WholeAttention
 from tw_compile.kernels.runtime.operator import callable_directly, library
 
@@ -184,4 +185,17 @@ def _attend_half_fake(
 direct_register_custom_op(
     "vllm_attention_half", attend_half, mutates_args=[], fake_impl=_attend_half_fake, target_lib=library
 )
-callable_directly(torch.ops.tw_compile.vllm_attention_half.default, attend_half)
+
+
+def _directly(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`attend_half`, out of sight of a mode that watches operators.
+
+    torch watches the operators of compiled code's first call, and FlashAttention's do not work while watched: of the four
+    tensors that they return, two may be undefined. The dispatcher shows a mode this operator alone.
+    """
+    if compat.operators_are_watched():
+        return torch.ops.tw_compile.vllm_attention_half.default(*arguments)
+    return attend_half(*arguments)
+
+
+callable_directly(torch.ops.tw_compile.vllm_attention_half.default, _directly)
