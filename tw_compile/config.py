@@ -25,6 +25,7 @@ WHY_NOT_INT4 = (
 _MOST_DIGITS = 9
 _ABSORB_MM = ("auto", "always", "never")
 _FEED_MM = ("never", "auto")
+_STEP_GRAPHS = ("off", "auto")
 _SPLIT_GEMM_SMS = ("auto", "off")
 _PREFETCH = ("auto", "off")
 _CALIBRATE = ("auto", "stored", "off")
@@ -74,6 +75,8 @@ class Config:
             so) or ``off``.
         vllm_layer_groups: For vLLM only, in steps too long for CUDA graphs: the largest number of layers that are compiled as
             one graph, with attention in it, instead of pieces that end at attention. 0 keeps the pieces.
+        vllm_step_graphs: For vLLM only: whether some numbers of tokens of these steps are captured as CUDA graphs at the start,
+            from the shortest on, as long as a step gains by it: ``auto`` or ``off``. It needs FlashAttention 3.
         device_profile: The device that splits are planned for: ``auto`` takes the profile of the present device, else a name or
             a TOML file (``tw_compile.planning``), whatever the device and the transport are.
         wire: How rows travel between ranks: ``exact``, in codes of 8 bits (``int8``), or sums in 4 and results in
@@ -113,6 +116,7 @@ class Config:
     split: str = "auto"
     split_gemm_sms: str = "auto"
     vllm_layer_groups: int = 1
+    vllm_step_graphs: str = "off"
     device_profile: str = "auto"
     wire: str = EXACT
     wire_sites: str = "all"
@@ -151,6 +155,7 @@ class Config:
         self._check_prefetch()
         self._check_passes()
         self._check_count("vllm_layer_groups", "layers")
+        self._check_choice("vllm_step_graphs", _STEP_GRAPHS)
         self._check_count("fuse_min_bytes", "bytes")
         if self.fuse_max_bytes is not None:
             self._check_count("fuse_max_bytes", "bytes")

@@ -17,7 +17,7 @@ def test_the_first_runner_knows_the_options() -> None:
 
     runner: Any = object.__new__(GPUModelRunner)
     with mock.patch.object(GPUModelRunner, "_dummy_run", autospec=True) as dummy_run:
-        ways._runner(SimpleNamespace(model_runner=runner))(700)
+        ways.steps_of(SimpleNamespace(model_runner=runner))(700)
     ((given, tokens), options) = dummy_run.call_args
     assert (given, tokens) == (runner, 700)
     assert options["force_attention"] and options["skip_eplb"] and options["cudagraph_runtime_mode"].name == "NONE"
@@ -43,7 +43,7 @@ def test_the_second_runner_runs_all_tokens_with_attention(tokens: int, monkeypat
         steps.append((scheduled.total_num_scheduled_tokens, options))
 
     monkeypatch.setattr(GPUModelRunner, "execute_model", execute_model)
-    ways._runner(SimpleNamespace(model_runner=runner))(tokens)
+    ways.steps_of(SimpleNamespace(model_runner=runner))(tokens)
     ((ran, options),) = steps
     assert ran == tokens
     assert options["dummy_run"] and not options["skip_attn_for_dummy_run"] and not options["is_profile"]

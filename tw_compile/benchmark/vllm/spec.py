@@ -70,6 +70,7 @@ VARIANTS = (
     EngineVariant("fuse-pieces", "ours", _ON, _options(split="off", vllm_layer_groups=0)),
     EngineVariant(GEMMS_APART, "ours", _ON, _options(split="off", disable_passes="join_gemms")),
     EngineVariant(SPLIT, "ours", _ON, _options(split="auto")),
+    EngineVariant(f"{SPLIT}-graphs", "ours", _ON, _options(split="auto", vllm_step_graphs="auto")),
     EngineVariant(f"{SPLIT}-pieces", "ours", _ON, _options(split="auto", vllm_layer_groups=0)),
     EngineVariant(OTHER_ALL_REDUCE, "control", arguments={"disable_custom_all_reduce": True}),
     # NCCL sums large messages anyway. For these, only another order of NCCL's sums is another all_reduce.

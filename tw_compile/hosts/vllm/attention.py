@@ -106,15 +106,26 @@ def half_of(metadata: FlashAttentionMetadata, begin: int, tokens: int) -> FlashA
     return half
 
 
+def is_plain(metadata: Any) -> bool:
+    """Whether metadata are FlashAttention's, of causal queries, without anything that was planned for a shared prefix."""
+    if not isinstance(metadata, FlashAttentionMetadata) or getattr(metadata, "use_cascade", False):
+        return False
+    return metadata.causal is True and all(_is_unused(metadata, name) for name in _UNUSED)
+
+
+def _is_unused(metadata: FlashAttentionMetadata, name: str) -> bool:
+    given = getattr(metadata, name, _UNUSED[name][0])
+    return any(given is one or (isinstance(given, int) and given == one) for one in _UNUSED[name])
+
+
 def _check(metadata: FlashAttentionMetadata) -> None:
     if not isinstance(metadata, FlashAttentionMetadata):
         raise RuntimeError(f"metadata: expected FlashAttentionMetadata, got {type(metadata).__name__}")
     if metadata.causal is not True:
         raise RuntimeError(f"metadata.causal: expected True, got {metadata.causal}")
     for name, expected in _UNUSED.items():
-        given = getattr(metadata, name, expected[0])
-        if not any(given is one or (isinstance(given, int) and given == one) for one in expected):
-            raise RuntimeError(f"metadata.{name}: expected {expected[-1]}, got {given}")
+        if not _is_unused(metadata, name):
+            raise RuntimeError(f"metadata.{name}: expected {expected[-1]}, got {getattr(metadata, name)}")
 
 
 class _Step:
@@ -161,8 +172,10 @@ def attend_half(
     own = None if slots is None or not write else slots[begin : begin + tokens]
     if own is not None and own.numel():
         layer.impl.do_kv_cache_update(layer, key, value, cache, own)
-    output = query.new_empty((tokens, heads, value_head_dim), dtype=dtype)
     half = None if metadata is None else _step.half(metadata, begin, tokens)
+    # A padded step's last rows have no queries, so no kernel writes them.
+    new = query.new_zeros if getattr(half, "padded", False) else query.new_empty
+    output = new((tokens, heads, value_head_dim), dtype=dtype)
     if half is None or half.num_actual_tokens:
         layer.impl.forward(layer, query, key, value, cache, half, output=output)
     return output, query.new_empty(0)

@@ -70,7 +70,7 @@ def add_long_steps(
     called.__dict__.update(parts[ranges[0]])  # compiled parts, because graphs would become part of the code
     bare = frozenset(name for name, part in cut.module.named_children() if not _returns_tuple(part))
     code, names, constants = generate_execution_code(called)
-    steps = Steps(code, names, constants, bare, counts[0], cut.seamed)
+    steps = Steps(code, names, constants, bare, counts[0], _rows(graph), cut.seamed)
     result = function
     if envs.VLLM_USE_MEGA_AOT_ARTIFACT:
         from tw_compile.hosts.vllm.artifact import WithLongSteps
@@ -81,6 +81,18 @@ def add_long_steps(
     message = "tw_compile: steps of %d tokens and more run by %d groups of layers, ranges end at %s, compiled in %.1f s"
     logger.info(message, first, len(rest), ends, took)
     return result
+
+
+def _rows(graph: fx.GraphModule) -> tuple[tuple[int, int], ...]:
+    """The numbers of the inputs that have a row for each token, and which of their dimensions that is."""
+    inputs = (node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder"))
+    return tuple(
+        (number, dim)
+        for number, one in enumerate(inputs)
+        if isinstance(one, torch.Tensor)
+        for dim, size in enumerate(one.shape)
+        if isinstance(size, torch.SymInt)
+    )
 
 
 def _returns_tuple(part: Any) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from tw_compile.hosts.vllm.step_graphs import StepGraphs, of_models
 from tw_compile.hosts.vllm.ways import Tried, profiles_memory, tried_ranges
 from tw_compile.kernels.collective.seam import leave_off
 
@@ -15,7 +17,8 @@ class Steps:
     """How to run steps of some ranges of token counts, without the compiled parts.
 
     ``code``, with its ``constants``, calls the parts by ``names``. Parts in ``bare`` return no tuple. The argument with the
-    number ``argument`` is the number of tokens. ``seamed`` is as in :class:`~tw_compile.hosts.vllm.groups.Cut`.
+    number ``argument`` is the number of tokens. The arguments ``rows`` have a row for each token: their numbers, and which
+    dimension that is. ``seamed`` is as in :class:`~tw_compile.hosts.vllm.groups.Cut`.
     """
 
     code: str
@@ -23,6 +26,7 @@ class Steps:
     constants: list[Any]
     bare: frozenset[str]
     argument: int
+    rows: tuple[tuple[int, int], ...]
     seamed: bool
 
 
@@ -34,7 +38,7 @@ def dispatch(steps: Steps, parts: Parts, otherwise: Callable[..., Any], whole: P
     """Runs steps of the ranges in ``parts``; ``otherwise`` runs all others.
 
     Ranges in ``whole`` were compiled both ways, split in ``parts`` and whole there. Which one runs is chosen later
-    (``ways.py``).
+    (``ways.py``). Some numbers of tokens may be captured as CUDA graphs later (``step_graphs.py``).
     """
     from vllm.compilation.codegen import compile_execution_fn
 
@@ -45,8 +49,10 @@ def dispatch(steps: Steps, parts: Parts, otherwise: Callable[..., Any], whole: P
     runs = [(low, high, compiled(of_range)) for (low, high), of_range in parts.items()]
     both = {ends: (Tried(*ends), compiled(of_range)) for ends, of_range in whole.items()}
     tried_ranges.extend(tried for tried, _ in both.values())
+    graphs = StepGraphs(runs[0][0], runs[-1][1], steps.rows)
+    of_models.append(graphs)
 
-    def finished(run: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    def finished(run: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         results = run(*arguments)
         return (leave_off(results[0]),) if steps.seamed else results
 
@@ -54,6 +60,11 @@ def dispatch(steps: Steps, parts: Parts, otherwise: Callable[..., Any], whole: P
         tokens = arguments[steps.argument]
         for low, high, run in runs:
             if low <= tokens <= high:
+                if graphs.limits is not None:
+                    return graphs.capture(partial(finished, run), arguments, tokens)
+                graph = graphs.of(tokens)
+                if graph is not None:
+                    return graph.run(arguments, tokens)
                 if (low, high) in both:
                     tried, whole_run = both[low, high]
                     if not tried.prepared and profiles_memory():

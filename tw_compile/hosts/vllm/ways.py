@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -23,8 +23,10 @@ import torch
 import torch.distributed as dist
 
 from tw_compile import agree
+from tw_compile.config import Config
 from tw_compile.environment import strict
 from tw_compile.hosts.vllm.options import switched_off
+from tw_compile.hosts.vllm.step_graphs import capture_long_steps, of_models
 
 logger = logging.getLogger("vllm.tw_compile")
 
@@ -95,16 +97,50 @@ def profiles_memory() -> bool:
 
 
 def measure_behind_warm_up() -> None:
-    """Have :func:`choose_ways` follow the warm-up of each worker of this process, as ``measuring.py`` does behind loading."""
+    """Have :func:`choose_ways` follow the warm-up of each worker of this process, as ``measuring.py`` does behind loading.
+
+    Then long steps are captured, if that is asked for.
+    """
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     def compile_or_warm_up_model(self: Any, *args: Any, **named: Any) -> Any:
         result = self.worker.compile_or_warm_up_model(*args, **named)
         choose_ways(self.worker)
+        if of_models and _asks_for_graphs(self.worker):
+            _capture_long_steps(self.worker)
         return result
 
     if "compile_or_warm_up_model" not in vars(WorkerWrapperBase):
         WorkerWrapperBase.compile_or_warm_up_model = compile_or_warm_up_model
+
+
+def _asks_for_graphs(worker: Any) -> bool:
+    """Whether the pass in the worker's slot is one of ours that asks for graphs of long steps."""
+    from vllm.platforms import current_platform
+
+    slot = worker.vllm_config.compilation_config.inductor_compile_config
+    config = getattr(slot.get(current_platform.pass_key), "config", None)
+    return isinstance(config, Config) and config.vllm_step_graphs == "auto"
+
+
+def _capture_long_steps(worker: Any) -> None:
+    """:func:`step_graphs.capture_long_steps`. As for :func:`choose_ways`, an error that all ranks have costs one line."""
+    try:
+        with _same_random_numbers():
+            capture_long_steps(worker, steps_of(worker), milliseconds)
+    except RuntimeError:
+        raise
+    except Exception as error:
+        for graphs in of_models:
+            graphs.graphs.clear()
+        if strict():
+            raise
+        logger.warning("tw_compile: no long steps as CUDA graphs: %s: %s", type(error).__name__, error)
+
+
+def _same_random_numbers() -> AbstractContextManager[None]:
+    """Whatever runs inside, the random numbers behind it are those that it would have found."""
+    return torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_initialized() else [])
 
 
 def choose_ways(worker: Any) -> None:
@@ -123,9 +159,9 @@ def choose_ways(worker: Any) -> None:
     if group.world_size != dist.get_world_size():
         return  # ranks of pipeline or data parallelism, with ranges of their own, need not be here at the same time
     try:
-        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
+        with _same_random_numbers():
             for tried in tried_ranges:
-                whole_ms, split_ms = _timed(tried, _runner(worker), lambda own: agree.gather(own, group.cpu_group))
+                whole_ms, split_ms = _timed(tried, steps_of(worker), lambda own: agree.gather(own, group.cpu_group))
                 tried.split_from = split_from(tried, whole_ms, split_ms)
                 if group.rank_in_group == 0:
                     logger.info("tw_compile: %s", line(tried, whole_ms, split_ms, time.perf_counter() - begun))
@@ -176,15 +212,20 @@ def _timed(
     for split in (False, True):
         for tokens in tried.sizes():
             tried.split_from = tried.low if split else tried.high + 1
-            run(tokens)
-            _synchronise()
-            begun = time.perf_counter()
-            for _ in range(RUNS):
-                run(tokens)
-            _synchronise()
-            own.append((time.perf_counter() - begun) / RUNS * 1e3)
+            own.append(milliseconds(run, tokens))
     slowest = [max(times) for times in zip(*gather(own), strict=True)]
     return slowest[: len(own) // 2], slowest[len(own) // 2 :]
+
+
+def milliseconds(run: Callable[[int], None], tokens: int) -> float:
+    """Milliseconds of one of :data:`RUNS` steps of ``tokens`` tokens, on this rank. One more step runs before."""
+    run(tokens)
+    _synchronise()
+    begun = time.perf_counter()
+    for _ in range(RUNS):
+        run(tokens)
+    _synchronise()
+    return (time.perf_counter() - begun) / RUNS * 1e3
 
 
 def _synchronise() -> None:
@@ -192,7 +233,7 @@ def _synchronise() -> None:
         torch.cuda.synchronize()
 
 
-def _runner(worker: Any) -> Callable[[int], None]:
+def steps_of(worker: Any) -> Callable[[int], None]:
     """Runs a step of so many tokens with attention, as vLLM itself does to warm kernels up.
 
     vLLM 0.24 has two model runners. The second runs attention, and no CUDA graph at sizes that were not captured, unasked.

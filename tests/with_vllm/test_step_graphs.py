@@ -1,0 +1,187 @@
+"""Long steps of a Llama of vLLM's that were captured: other requests and fewer tokens than those of the captured step.
+
+There is no GPU. In place of a CUDA graph, the captured function runs again and writes its results where those of the first run
+are. So it reads what a graph would read, and nothing else that differs between steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import paged
+import pytest
+import torch
+from fake_vllm import LAYERS, MAX_TOKENS, engine_config, llama
+from one_rank import one_rank  # noqa: F401
+
+from tw_compile.hosts.vllm import step_graphs
+from tw_compile.hosts.vllm.step_graphs import Limits, StepGraphs
+
+pytestmark = pytest.mark.usefixtures("groups", "one_rank", "cold", "wide_residuals", "kernels_on_cpu")
+
+SIZE = 80
+STEPS = (
+    [
+        paged.Request(7, 1),
+        paged.Request(30, 1),
+        paged.Request(3, 58),
+        paged.Request(0, 20),
+    ],  # as long as the captured one
+    [paged.Request(0, 80)],
+    [paged.Request(5, 14), paged.Request(9, 40)],
+    [paged.Request(2, 3), paged.Request(0, 26)],  # half 2 has one request alone
+    [paged.Request(11, 10), paged.Request(0, 2), paged.Request(1, 1)],  # half 2 has nothing
+)
+LIMITS = Limits(requests=6, length=MAX_TOKENS)
+
+
+class Again:
+    """In place of a CUDA graph."""
+
+    def __init__(self, run: Callable[[], tuple[torch.Tensor, ...]]) -> None:
+        self._run, self.results, self.replays = run, run(), 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        for own, now in zip(self.results, self._run(), strict=True):
+            own.copy_(now)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Again]:
+    graphs: list[Again] = []
+
+    def captured(run: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[Again, tuple[torch.Tensor, ...]]:
+        graphs.append(Again(run))
+        return graphs[-1], graphs[-1].results
+
+    monkeypatch.setattr(step_graphs, "captured", captured)
+    monkeypatch.setattr(step_graphs, "of_models", [])
+    monkeypatch.setattr("tw_compile.hosts.vllm.steps.of_models", step_graphs.of_models)
+    return graphs
+
+
+@pytest.fixture
+def kernels_on_cpu(groups: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
+
+    from tw_compile.hosts.vllm import attention
+
+    monkeypatch.setattr(FlashAttentionImpl, "forward", paged.forward)
+    monkeypatch.setattr(FlashAttentionImpl, "do_kv_cache_update", paged.update)
+    monkeypatch.setattr("tw_compile.hosts.vllm.plan.MOST_SHORT_TOKENS", 23)
+    with torch.library._scoped_library("tw_compile", "FRAGMENT") as library:
+        library.impl("vllm_attention_half", attention.attend_half, "CPU")
+        yield
+
+
+class Model:
+    """An engine's model with caches for the steps of this module, in which each request has blocks of its own."""
+
+    def __init__(self, config: Any, run: Any) -> None:
+        self.layers = config.compilation_config.static_forward_context
+        self._run = run
+        self.reset()
+
+    def reset(self) -> None:
+        blocks = LIMITS.requests * MAX_TOKENS // paged.BLOCK
+        for number, layer in enumerate(self.layers.values()):
+            layer.impl.vllm_flash_attn_version = 3
+            shape = (blocks, 2, paged.BLOCK, layer.num_kv_heads, layer.head_size)
+            cache = torch.randn(shape, generator=torch.Generator().manual_seed(number)).bfloat16()
+            layer.kv_cache = cache if layer.kv_cache.shape != shape else layer.kv_cache.copy_(cache)
+
+    def step(self, requests: list[paged.Request], **changes: Any) -> torch.Tensor:
+        metadata = replace(paged.metadata_of(requests), **{"use_cascade": False} | changes)
+        slots = dict.fromkeys(self.layers, metadata.slot_mapping)
+
+        def context(model: Any) -> dict[str, Any]:
+            return {"attn_metadata": dict.fromkeys(self.layers, metadata), "slot_mapping": slots}
+
+        return self._run(metadata.num_actual_tokens, context).clone()  # type: ignore[no-any-return]
+
+    def caches(self) -> list[torch.Tensor]:
+        return [layer.kv_cache.clone() for layer in self.layers.values()]
+
+
+def engine(folder: Path, **options: Any) -> Any:
+    compilation = {"pass_config": {"fuse_allreduce_rms": False}}
+    given = {"tw_compile": {"strict": True, "vllm_layer_groups": LAYERS, "split": "16", **options}}
+    return engine_config(folder, compilation=compilation, additional_config=given)
+
+
+@pytest.fixture
+def results(folder: Path, made: list[Again]) -> Iterator[tuple[Model, StepGraphs, list[torch.Tensor], list[Any]]]:
+    """A model that has captured a step of ``SIZE`` tokens, and what ``STEPS`` gave before, with the caches after each."""
+    config = engine(folder)
+    with llama(config) as run:
+        run(MAX_TOKENS)
+        model = Model(config, run)
+        outputs, caches = zip(*((model.step(requests), model.caches()) for requests in STEPS), strict=True)
+        (graphs,) = step_graphs.of_models
+        assert (graphs.low, graphs.high) == (24, MAX_TOKENS) and len(graphs.rows) == 2
+        model.reset()
+        model.step(STEPS[0])
+        graphs.limits = LIMITS
+        torch.testing.assert_close(model.step([paged.Request(0, SIZE)]), outputs[1], rtol=0, atol=0)
+        graphs.limits = None
+        assert not made[0].replays
+        graphs.graphs[SIZE].least = 0
+        model.reset()
+        yield model, graphs, list(outputs), list(caches)
+
+
+def test_padded_steps_of_other_requests_have_the_same_bits(results: Any, made: list[Again]) -> None:
+    model, graphs, outputs, caches = results
+    for number, requests in enumerate(STEPS):
+        torch.testing.assert_close(model.step(requests), outputs[number], rtol=0, atol=0)
+        for one, other in zip(model.caches(), caches[number], strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+    assert made[0].replays == sum(sum(one.query for one in requests) >= graphs.low for requests in STEPS) == 4
+    memory = graphs.graphs[SIZE].arguments
+    assert all(len(memory[number]) == SIZE for number, _ in graphs.rows)
+
+
+@pytest.mark.parametrize(
+    ("requests", "changes"),
+    [
+        ([paged.Request(0, 10)] * 7, {}),  # more requests than a step can have
+        ([paged.Request(0, 81)], {}),
+        ([paged.Request(0, 60)], {"causal": False}),
+        ([paged.Request(0, 60)], {"use_cascade": True}),
+        ([paged.Request(0, 60)], {"block_table": torch.zeros(1, 99, dtype=torch.int32)}),
+    ],
+    ids=["requests", "tokens", "causal", "cascade", "blocks"],
+)
+def test_other_steps_are_not_run_by_the_graph(
+    results: Any, made: list[Again], requests: list[paged.Request], changes: dict[str, Any]
+) -> None:
+    model, _, _, _ = results
+    if "causal" in changes:
+        with pytest.raises(RuntimeError, match="causal"):  # nor by halves
+            model.step(requests, **changes)
+    else:
+        assert not model.step(requests, **changes).isnan().any()
+    assert not made[0].replays
+
+
+def test_what_is_not_known_is_not_captured(folder: Path, made: list[Again], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = engine(folder)
+    with llama(config) as run:
+        model = Model(config, run)
+        expected = model.step(STEPS[1])
+        (graphs,) = step_graphs.of_models
+        graphs.limits = LIMITS
+        for layer in model.layers.values():
+            layer.impl.vllm_flash_attn_version = 2
+        torch.testing.assert_close(model.step(STEPS[1]), expected, rtol=0, atol=0)
+        assert not graphs.graphs and "not FlashAttention 3's" in graphs.obstacle
+        model = Model(config, run)
+        monkeypatch.setattr(step_graphs, "captured", mock.Mock(side_effect=torch.OutOfMemoryError("no room")))
+        torch.testing.assert_close(model.step(STEPS[1]), expected, rtol=0, atol=0)
+        assert not graphs.graphs and graphs.obstacle == "OutOfMemoryError: no room"
+    assert not made

@@ -1,0 +1,314 @@
+"""Long steps as CUDA graphs, of a few sizes: a shorter step runs padded.
+
+The host launches a long step kernel by kernel. Where the GPU is faster than that, the step takes as long as the host does. A
+graph is one launch. vLLM captures graphs for short steps only, with attention outside or for requests of one length. Here the
+whole step is in the graph, with attention, whose metadata differ from step to step. So the graph reads metadata from memory of
+its own, for as many requests as a step can have, and each step's metadata are copied there.
+
+What the host passes to attention's kernels as numbers is fixed when a step is captured: the longest query and the longest
+context that a step can have. FlashAttention 3 only chooses its kernel by them. Each request's own lengths lie in tensors.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tw_compile import agree
+from tw_compile.hosts.vllm.options import switched_off
+
+logger = logging.getLogger("vllm.tw_compile")
+
+SIZES = (768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+"""Numbers of tokens that are tried, beside the largest of a step. At most a third of a step is padding."""
+LEAST_GAIN = 0.01
+"""The part of its time that a step must gain. A graph keeps memory."""
+
+_FLASH_ATTENTION = 3
+
+Timed = Callable[[Callable[[int], None], int], float]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The most that a step can have: ``requests``, and tokens of one request with its context (``length``)."""
+
+    requests: int
+    length: int
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """Memory for the metadata of layers that share theirs. ``layer`` is the name of one of them."""
+
+    layer: str
+    metadata: Any
+    slots: torch.Tensor
+
+    def fits(self, metadata: Any) -> bool:
+        """Whether a step with these metadata can run. The same on all ranks, which have equal shapes."""
+        from tw_compile.hosts.vllm.attention import is_plain
+
+        own = self.metadata
+        return (
+            is_plain(metadata)
+            and metadata.num_actual_tokens <= own.num_actual_tokens
+            and len(metadata.seq_lens) <= len(own.seq_lens)
+            and metadata.block_table.shape[1] <= own.block_table.shape[1]
+        )
+
+    def fill(self, metadata: Any) -> None:
+        """Copy the metadata of a step. Requests behind those of the step have no tokens."""
+        own, tokens, requests = self.metadata, metadata.num_actual_tokens, len(metadata.seq_lens)
+        own.query_start_loc[: requests + 1].copy_(metadata.query_start_loc[: requests + 1])
+        own.query_start_loc[requests + 1 :].fill_(tokens)
+        own.seq_lens[:requests].copy_(metadata.seq_lens)
+        own.seq_lens[requests:].zero_()
+        own.block_table[:requests, : metadata.block_table.shape[1]].copy_(metadata.block_table)
+        self.slots[:tokens].copy_(metadata.slot_mapping[:tokens])
+        self.slots[tokens:].fill_(-1)
+
+
+def _memory(context: Any, tokens: int, limits: Limits) -> list[_Attention] | None:
+    """Memory for the metadata of steps of up to ``tokens`` tokens; None if the context has others than are known."""
+    from tw_compile.hosts.vllm.attention import is_plain
+
+    if not isinstance(context.attn_metadata, dict) or not all(map(is_plain, context.attn_metadata.values())):
+        return None
+    impls = (context.no_compile_layers[layer].impl for layer in context.attn_metadata)
+    if any(impl.vllm_flash_attn_version != _FLASH_ATTENTION for impl in impls):
+        return None  # version 2 has a grid for the longest query of each request that a step can have
+    of_layers = {id(one): (layer, one) for layer, one in reversed(context.attn_metadata.items())}
+    made = []
+    for layer, metadata in of_layers.values():
+        requests = min(limits.requests, tokens)
+        slots = metadata.slot_mapping.new_full((tokens,), -1)
+        own = copy(metadata)
+        vars(own).update(
+            num_actual_tokens=tokens,
+            max_query_len=min(tokens, limits.length),
+            max_seq_len=limits.length,
+            query_start_loc=metadata.query_start_loc.new_zeros(requests + 1),
+            seq_lens=metadata.seq_lens.new_zeros(requests),
+            block_table=metadata.block_table.new_zeros((requests, metadata.block_table.shape[1])),
+            slot_mapping=slots,
+        )
+        for name, value in (("scheduler_metadata", None), ("max_num_splits", 1)):
+            if hasattr(own, name):
+                setattr(own, name, value)
+        own.padded = True
+        made.append(_Attention(layer, own, slots))
+    return made
+
+
+class StepGraph:
+    """A captured step of ``tokens`` tokens. Steps of ``least`` to ``tokens`` tokens run by it.
+
+    ``rows``: the numbers of the arguments that have a row for each token, and which of their dimensions that is.
+    """
+
+    def __init__(
+        self, tokens: int, arguments: Sequence[Any], rows: Sequence[tuple[int, int]], attention: list[_Attention]
+    ) -> None:
+        self.tokens = tokens
+        self.least = tokens + 1
+        self.arguments = list(arguments)
+        self._rows = rows
+        self._attention = attention
+        self._graph: Any = None
+        self._results: tuple[Any, ...] = ()
+        for number, _ in rows:
+            self.arguments[number] = arguments[number].clone()
+
+    def context_of(self, context: Any) -> Any:
+        """``context`` with this graph's memory for metadata. A new object, so nothing is kept of what an earlier one held."""
+        own, given = copy(context), context.attn_metadata
+        by_metadata = {id(given[one.layer]): one for one in self._attention}
+        of_layers = {layer: by_metadata[id(metadata)] for layer, metadata in given.items()}
+        own.attn_metadata = {layer: one.metadata for layer, one in of_layers.items()}
+        own.slot_mapping = {
+            layer: of_layers[layer].slots if layer in of_layers else slots
+            for layer, slots in context.slot_mapping.items()
+        }
+        return own
+
+    def serves(self, context: Any) -> bool:
+        """Whether a step with this context can run. The same on all ranks."""
+        given = context.attn_metadata
+        return isinstance(given, dict) and all(
+            one.layer in given and one.fits(given[one.layer]) for one in self._attention
+        )
+
+    def fill(self, arguments: Sequence[Any], tokens: int, context: Any) -> None:
+        """Copy what differs between steps. Rows behind ``tokens`` stay as they are: no row's results depend on another row."""
+        for number, dim in self._rows:
+            self.arguments[number].narrow(dim, 0, tokens).copy_(arguments[number])
+        for one in self._attention:
+            one.fill(context.attn_metadata[one.layer])
+
+    def capture(self, run: Callable[[], tuple[Any, ...]]) -> None:
+        """Capture ``run``, which reads this graph's memory."""
+        self._graph, self._results = captured(run)
+
+    def run(self, arguments: Sequence[Any], tokens: int) -> tuple[Any, ...]:
+        """Run a step of ``tokens`` tokens. The results are valid until the graph's next step."""
+        self.fill(arguments, tokens, get_forward_context())
+        self._graph.replay()
+        return tuple(one[:tokens] for one in self._results)
+
+
+def get_forward_context() -> Any:
+    from vllm import forward_context
+
+    return forward_context.get_forward_context()
+
+
+def captured(run: Callable[[], tuple[Any, ...]]) -> tuple[Any, tuple[Any, ...]]:
+    """``run`` as a CUDA graph, and the results that its replays write, in the memory that vLLM's graphs share."""
+    from vllm.distributed.parallel_state import graph_capture
+    from vllm.platforms import current_platform
+
+    graph = torch.cuda.CUDAGraph()
+    device = torch.device("cuda", torch.cuda.current_device())
+    with graph_capture(device=device), torch.cuda.graph(graph, pool=current_platform.get_global_graph_pool()):
+        results = run()
+    return graph, results
+
+
+@dataclass
+class StepGraphs:
+    """The graphs of a model's long steps, by their size.
+
+    Attributes:
+        low, high: The fewest and the most tokens of a long step.
+        rows: As for :class:`StepGraph`.
+        limits: While they are set, a step is captured.
+        obstacle: Why the last step that was to be captured was not.
+    """
+
+    low: int
+    high: int
+    rows: tuple[tuple[int, int], ...]
+    graphs: dict[int, StepGraph] = field(default_factory=dict)
+    limits: Limits | None = None
+    obstacle: str = ""
+
+    def of(self, tokens: int) -> StepGraph | None:
+        """The graph for the step of so many tokens that runs now, if there is one. The same on all ranks."""
+        fitting = [size for size, graph in self.graphs.items() if graph.least <= tokens <= size]
+        if not fitting:
+            return None
+        graph = self.graphs[min(fitting)]
+        return graph if graph.serves(get_forward_context()) else None
+
+    def capture(self, run: Callable[[Sequence[Any]], tuple[Any, ...]], arguments: Sequence[Any], tokens: int) -> Any:
+        """Run the step of ``tokens`` tokens by ``run(arguments)``, and capture it.
+
+        If only this rank fails to capture it, no other rank waits: it has its results by then.
+        """
+        from vllm.forward_context import override_forward_context
+
+        context = get_forward_context()
+        assert self.limits is not None
+        attention = _memory(context, tokens, self.limits)
+        if attention is None:
+            self.obstacle = "attention is not FlashAttention 3's, or its steps are of another kind"
+            return run(arguments)
+        graph = StepGraph(tokens, arguments, self.rows, attention)
+        graph.fill(arguments, tokens, context)
+
+        def run_on_own_memory() -> tuple[Any, ...]:
+            with override_forward_context(graph.context_of(context)):
+                return run(graph.arguments)
+
+        results = run_on_own_memory()  # allocates what the kernels need
+        try:
+            graph.capture(run_on_own_memory)
+        except RuntimeError as error:
+            self.obstacle = f"{type(error).__name__}: {error}"
+        else:
+            self.graphs[tokens] = graph
+        return results
+
+
+of_models: list[StepGraphs] = []
+"""Those of this process' models, in the order in which they were compiled, which is the same on all ranks."""
+
+
+def capture_long_steps(worker: Any, run: Callable[[int], None], timed: Timed) -> None:
+    """Capture long steps with all ranks, from the shortest size on, as long as the slowest rank gains.
+
+    ``run`` runs a step of so many tokens, ``timed(run, tokens)`` says how many milliseconds it takes.
+    """
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    if switched_off(os.environ) or group.world_size != dist.get_world_size():
+        return
+    config = worker.vllm_config
+    limits = Limits(config.scheduler_config.max_num_seqs, config.model_config.max_model_len)
+
+    def slowest(value: float) -> float:
+        return max(one for (one,) in agree.gather([value], group.cpu_group))
+
+    for graphs in of_models:
+        begun = time.perf_counter()
+        said = _capture(graphs, limits, run, lambda tokens: slowest(timed(run, tokens)), slowest)
+        if group.rank_in_group == 0:
+            seconds = time.perf_counter() - begun
+            logger.info("tw_compile: long steps as CUDA graphs: %s; in %.1f s", "; ".join(said) or "none", seconds)
+
+
+def _capture(
+    graphs: StepGraphs,
+    limits: Limits,
+    run: Callable[[int], None],
+    timed: Callable[[int], float],
+    slowest: Callable[[float], float],
+) -> list[str]:
+    """Capture steps of one model. Returns what was done, in words."""
+    said: list[str] = []
+    before = graphs.low, timed(graphs.low)
+    for size in (*(one for one in SIZES if graphs.low < one < graphs.high), graphs.high):
+        uncaptured = size, timed(size)
+        graphs.limits = limits
+        try:
+            run(size)
+        finally:
+            graphs.limits = None
+        if slowest(float(size not in graphs.graphs)):
+            graphs.graphs.pop(size, None)
+            return [*said, f"{size} tokens can't be captured, {graphs.obstacle or 'by another rank'}"]
+        graph = graphs.graphs[size]
+        graph.least = size
+        replayed = timed(size)
+        graph.least = least_tokens(before, uncaptured, replayed)
+        if graph.least > size:
+            del graphs.graphs[size]
+            return [*said, f"nothing gained by {size} tokens, {replayed:.1f} and {uncaptured[1]:.1f} ms"]
+        said.append(f"{graph.least} to {size} tokens, {replayed:.1f} ms and not {uncaptured[1]:.1f}")
+        before = uncaptured
+    return said
+
+
+def least_tokens(before: tuple[int, float], size: tuple[int, float], replayed: float) -> int:
+    """The fewest tokens of a step that gains if it runs as one of ``size``, which takes ``replayed`` milliseconds as a graph.
+
+    ``before`` and ``size``: tokens, and milliseconds uncaptured. Between the two the time is taken for a straight line. If no
+    step gains, the result is more than the tokens of ``size``.
+    """
+    (fewer, shorter), (tokens, longer) = before, size
+    enough = replayed * (1 + LEAST_GAIN)
+    if shorter > enough:
+        return fewer + 1
+    if longer <= enough:
+        return tokens + 1
+    return fewer + 1 + int((tokens - fewer - 1) * (enough - shorter) / (longer - shorter))
