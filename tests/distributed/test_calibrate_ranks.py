@@ -291,7 +291,7 @@ def _compile(rank: int, folder: str, late: float) -> tuple[list[str | None], lis
         patch.setattr(calibrate, "over_nccl", lambda: True)
         patch.setattr(calibrate, "current_node", lambda: Node((9, 0), False))
         patch.setattr(calibrate, "group_facts", lambda name, device: GroupFacts(device, 2, 1))
-        patch.setattr(calibrate, "candidates", lambda transports, world_size: good())
+        patch.setattr(calibrate, "candidates", lambda transports: good())
         patch.setattr(calibrate, "for_planner", lambda transports, has_profile: [])
         patch.setattr(
             calibrate,

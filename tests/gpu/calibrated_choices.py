@@ -98,12 +98,9 @@ def as_rank(bench: BenchSpec, ranks: Ranks, progress: Progress, keep: Keep) -> d
         kept = free - free_bytes()
         here, transports = calibrate.this_node()
         by_rank = ranks.gather((None if found is None else text_of(found), choices(bench)))
-        ours = candidates(transports, here.world_size)
-        labels = tuple(candidate.label for candidate in ours)
-        # Those of the benchmark, whose unfused way is compiled by Inductor, and whose kernels wait for ever. A second number
-        # of SMs is not among them.
+        labels = tuple(candidate.label for candidate in candidates(transports))
+        # Those of the benchmark, whose unfused way is compiled by Inductor, and whose kernels wait for ever.
         known = [contender for contender in contenders(bench) if contender.label in labels]
-        known += [candidate for candidate in ours if candidate.label not in {one.label for one in known}]
         rows = run_rank(bench, lambda _: known, ranks, progress, keep)["rows"]
     return {
         "calibrations": [text for text, _ in by_rank],

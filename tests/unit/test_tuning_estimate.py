@@ -14,13 +14,11 @@ from typer.testing import CliRunner
 
 from tw_compile import calibration, current
 from tw_compile.benchmark.results import Row
-from tw_compile.benchmark.tune import steps_from
 from tw_compile.calibration import calibration_of, default_folder, store, text_of
 from tw_compile.cli.app import app
 from tw_compile.cli.plan import layer_of_model
 from tw_compile.config import Config
 from tw_compile.gating.table import Source
-from tw_compile.kernels.transports.selection import default_steps
 from tw_compile.planning import DeviceProfile, evidence, load_profile, plan_layer
 from tw_compile.planning.communication import all_reduce_us, fused_us, link_us, rms_norm_us
 from tw_compile.planning.evidence import ESTIMATED_MARGIN
@@ -182,16 +180,3 @@ def test_commands_name_the_calibration() -> None:
 def test_a_fit_that_rounds_to_zero_is_discarded() -> None:
     fit = latency_and_rate([(traffic, 0.003 + traffic / 1e5) for traffic in (1e3, 1e4, 1e5, 1e6)])
     assert fit is None or fit[0] > 0  # with 0 the file can't be read back
-
-
-def test_the_number_of_sms_follows_the_size_and_the_usual_one_stays_where_both_are_as_fast() -> None:
-    mib = 2**20
-    times = {mib: (67.7, 66.5), 4 * mib: (202.9, 184.0), 16 * mib: (632.0, 628.0)}
-    rows = [
-        row("tw-host-two-shot", nbytes // (2 * HIDDEN), us, "host_two_shot", sms)
-        for nbytes, both in times.items()
-        for sms, us in zip((16, 8), both, strict=True)
-    ]
-    steps = steps_from(rows, 4, default_steps("host", 4))
-    assert [(step.algorithm, step.sms) for step in steps] == [("host_two_shot", sms) for sms in (16, 8, 16)]
-    assert [step.up_to_bytes for step in steps] == [2 * mib, 8 * mib, 16 * mib]

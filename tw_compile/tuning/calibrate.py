@@ -141,8 +141,7 @@ def _calibrate(config: Config, measures: bool) -> None:
 
 def everyone(here: MeasuredOn, transports: Sequence[str]) -> list[Contender]:
     """All contenders that are timed on a node with these ``transports``."""
-    has_profile = shipped_profile(here.device_name) is not None
-    return [*candidates(transports, here.world_size), *for_planner(transports, has_profile)]
+    return [*candidates(transports), *for_planner(transports, shipped_profile(here.device_name) is not None)]
 
 
 def this_node() -> tuple[MeasuredOn, list[str]]:

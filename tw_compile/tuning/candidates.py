@@ -35,12 +35,6 @@ BESIDE_TOKENS = (256, 1024)
 NORM_TOKENS = (16, 256, 1024, 4096)
 BESIDE_SMS = {"stream": 8, "push_two_shot": 32}
 """A second number of SMs for kernels that device profiles know. From the times on two numbers the rate of one SM follows."""
-FEWER_SMS = {"host_two_shot": 8}
-"""A second number of SMs on which kernels are tried for messages alone, with more than two ranks.
-
-With four ranks, a turn of 16 CTAs is 1 MiB of the message. The first turns are only written and the last ones only read. So a
-message of 4 MiB should gain from turns of half the bytes.
-"""
 SPIN_LIMIT = 500_000
 """Polls, of about 1 us each. Ranks meet before each call, so a rank that waits longer than this for a peer waits for ever."""
 
@@ -137,18 +131,9 @@ class Bounded(Operator):
         return super().deviation(ranks)
 
 
-def candidates(transports: Sequence[str], world_size: int = 2) -> list[Contender]:
-    """All contenders that can serve messages over ``transports``, which are names of the registry.
-
-    A kernel of ``FEWER_SMS`` takes part once more with more than two ranks.
-    """
-    ours = _variants(transports)
-    more = [variant for variant in ours if variant.algorithm in FEWER_SMS] if world_size > 2 else []
-    return [
-        Unfused(),
-        *map(_operator, ours),
-        *(_operator(variant, FEWER_SMS[variant.algorithm]) for variant in more if variant.algorithm is not None),
-    ]
+def candidates(transports: Sequence[str]) -> list[Contender]:
+    """All contenders that can serve messages over ``transports``, which are names of the registry."""
+    return [Unfused(), *map(_operator, _variants(transports))]
 
 
 def for_planner(transports: Sequence[str], has_profile: bool) -> list[Contender]:
