@@ -291,12 +291,17 @@ def decoder(model_class: Any, config: Any) -> Iterator[Any]:
 
         with torch.device("cpu"):  # as in vLLM, no configuration is current when the model runs
 
-            def run(tokens: int, prepare: Callable[[Any], dict[str, Any]] | None = None) -> torch.Tensor:
-                """``prepare`` makes a step of the model: fills its caches, and says what its context is."""
-                ids = torch.arange(tokens) % 128
+            def run(
+                tokens: int, prepare: Callable[[Any], dict[str, Any]] | None = None, first: int = 0
+            ) -> torch.Tensor:
+                """``prepare`` makes a step of the model: fills its caches, and says what its context is.
+
+                ``first`` is the first token, and its position.
+                """
+                positions = torch.arange(first, first + tokens)
                 step = {"attn_metadata": None} if prepare is None else prepare(model)
                 with torch.inference_mode(), set_forward_context(**step, vllm_config=config, num_tokens=tokens):
-                    return model(ids, torch.arange(tokens), None)
+                    return model(positions % 128, positions, None)
 
             yield run
     finally:

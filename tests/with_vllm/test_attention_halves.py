@@ -142,3 +142,28 @@ def test_a_mode_sees_the_operator_and_nothing_inside_it(monkeypatch: pytest.Monk
         alone, _ = half.direct(*arguments)
     assert watched == [False, False]
     torch.testing.assert_close(under_a_mode, alone)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_rows_that_no_kernel_writes_are_zero_in_padded_steps(padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tw_compile.hosts.vllm import attention
+
+    metadata = paged.metadata_of([paged.Request(0, 4)])
+    cache = paged.cache_of(metadata, KV_HEADS, HEAD_DIM, torch.float32)
+    layer = SimpleNamespace(
+        impl=SimpleNamespace(do_kv_cache_update=lambda *given: None, forward=lambda *given, output: None)
+    )
+    if padded:
+        metadata.padded = True
+    monkeypatch.setattr(
+        attention, "get_attention_context", lambda name: (metadata, layer, cache, metadata.slot_mapping)
+    )
+    monkeypatch.setattr(attention._step, "half", attention.half_of)
+
+    def nan(self: torch.Tensor, size: Any, **named: Any) -> torch.Tensor:
+        return self.new_full((size,) if isinstance(size, int) else size, torch.nan, **named)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", nan)
+    query, (key, value) = torch.ones(2, HEADS, HEAD_DIM), torch.ones(2, 2, KV_HEADS, HEAD_DIM).unbind(0)
+    output, _ = attention.attend_half(query, key, value, "layers.0", 0, HEAD_DIM, torch.float32, True, [])
+    assert output.isnan().all() if not padded else not output.any()

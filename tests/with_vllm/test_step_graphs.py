@@ -6,9 +6,11 @@ are. So it reads what a graph would read, and nothing else that differs between 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,7 +20,7 @@ import torch
 from fake_vllm import LAYERS, MAX_TOKENS, engine_config, llama
 from one_rank import one_rank  # noqa: F401
 
-from tw_compile.hosts.vllm import step_graphs
+from tw_compile.hosts.vllm import step_graphs, ways
 from tw_compile.hosts.vllm.step_graphs import Limits, StepGraphs
 
 pytestmark = pytest.mark.usefixtures("groups", "one_rank", "cold", "wide_residuals", "kernels_on_cpu")
@@ -102,7 +104,8 @@ class Model:
         def context(model: Any) -> dict[str, Any]:
             return {"attn_metadata": dict.fromkeys(self.layers, metadata), "slot_mapping": slots}
 
-        return self._run(metadata.num_actual_tokens, context).clone()  # type: ignore[no-any-return]
+        first = requests[0].context + len(requests)  # other tokens, at other positions, than in other steps
+        return self._run(metadata.num_actual_tokens, context, first).clone()  # type: ignore[no-any-return]
 
     def caches(self) -> list[torch.Tensor]:
         return [layer.kv_cache.clone() for layer in self.layers.values()]
@@ -185,3 +188,59 @@ def test_what_is_not_known_is_not_captured(folder: Path, made: list[Again], monk
         torch.testing.assert_close(model.step(STEPS[1]), expected, rtol=0, atol=0)
         assert not graphs.graphs and graphs.obstacle == "OutOfMemoryError: no room"
     assert not made
+
+
+def worker_of(config: Any, tokens: list[int]) -> Any:
+    """A worker whose runner notes its steps."""
+
+    def dummy_run(count: int, *, skip_attn: bool = False, skip_eplb: bool = False) -> None:
+        tokens.append(count)
+
+    class Worker:
+        vllm_config = config
+        model_runner = SimpleNamespace(_dummy_run=dummy_run)
+
+        def compile_or_warm_up_model(self) -> str:
+            return "warm"
+
+    return Worker()
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "said"),
+    [
+        (
+            {"vllm_step_graphs": "auto"},
+            {},
+            "long steps as CUDA graphs: 128 tokens can't be captured, no step of a model",
+        ),
+        ({"vllm_step_graphs": "auto"}, {"enable_lora": True}, "no long steps as CUDA graphs: a step's adapters decide"),
+        ({}, {}, None),
+    ],
+    ids=["asked", "adapters", "not asked"],
+)
+def test_the_warm_up_captures_where_that_is_asked(
+    options: dict[str, str],
+    arguments: dict[str, Any],
+    said: str | None,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    tokens: list[int] = []
+    graphs = StepGraphs(24, MAX_TOKENS, (), obstacle="no step of a model")
+    monkeypatch.setattr(step_graphs, "of_models", [graphs])
+    monkeypatch.setattr(ways, "of_models", step_graphs.of_models)
+    monkeypatch.setattr(ways, "tried_ranges", [])
+    monkeypatch.setattr(step_graphs.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(step_graphs.agree, "gather", lambda own, group: [own, own])
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    wrapper: Any = object.__new__(WorkerWrapperBase)
+    wrapper.worker = worker_of(engine_config(folder, additional_config={"tw_compile": options}, **arguments), tokens)
+    with caplog.at_level(logging.INFO, logger="vllm.tw_compile"):
+        assert wrapper.compile_or_warm_up_model() == "warm"
+    assert (said is None and "CUDA graphs" not in caplog.text) or str(said) in caplog.text
+    assert sorted(set(tokens)) == ([24, MAX_TOKENS] if said is not None and "can't" in said else [])
+    assert graphs.limits is None and not graphs.graphs

@@ -115,6 +115,16 @@ class Engine:
         )
         return next(((reason, detail) for applies, reason, detail in reasons if applies), None)
 
+    def graphs_obstacle(self) -> str | None:
+        """Why long steps are not captured as CUDA graphs, in words; None if nothing in the configuration speaks against it."""
+        reasons = (
+            (self.lora, "a step's adapters decide what is launched"),
+            (self.kv_transfer, "a connector waits for layers"),
+            (self.context_parallel, "each rank has a part of the keys"),
+            (self.returns_experts, "choices of experts are recorded by the numbers of a step's tokens"),
+        )
+        return next((detail for applies, detail in reasons if applies), None)
+
 
 def gates(config: Config, capability: tuple[int, int] | None, peer_access: bool = True) -> tuple[Gate, ...]:
     """The gates for the kinds of node that the workers may find: with NVLink multicast, and without.

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,9 @@ from tw_compile.config import Config
 from tw_compile.environment import strict
 from tw_compile.hosts.vllm.options import switched_off
 from tw_compile.hosts.vllm.step_graphs import capture_long_steps, of_models
+
+if TYPE_CHECKING:
+    from tw_compile.hosts.vllm.plan import Engine
 
 logger = logging.getLogger("vllm.tw_compile")
 
@@ -106,25 +109,30 @@ def measure_behind_warm_up() -> None:
     def compile_or_warm_up_model(self: Any, *args: Any, **named: Any) -> Any:
         result = self.worker.compile_or_warm_up_model(*args, **named)
         choose_ways(self.worker)
-        if of_models and _asks_for_graphs(self.worker):
-            _capture_long_steps(self.worker)
+        if of_models and (asking := _pass_that_asks_for_graphs(self.worker)) is not None:
+            _capture_long_steps(self.worker, asking.engine)
         return result
 
     if "compile_or_warm_up_model" not in vars(WorkerWrapperBase):
         WorkerWrapperBase.compile_or_warm_up_model = compile_or_warm_up_model
 
 
-def _asks_for_graphs(worker: Any) -> bool:
-    """Whether the pass in the worker's slot is one of ours that asks for graphs of long steps."""
+def _pass_that_asks_for_graphs(worker: Any) -> Any:
+    """The pass in the worker's slot, if it is one of ours that asks for graphs of long steps; else None."""
     from vllm.platforms import current_platform
 
     slot = worker.vllm_config.compilation_config.inductor_compile_config
-    config = getattr(slot.get(current_platform.pass_key), "config", None)
-    return isinstance(config, Config) and config.vllm_step_graphs == "auto"
+    found = slot.get(current_platform.pass_key)
+    config = getattr(found, "config", None)
+    return found if isinstance(config, Config) and config.vllm_step_graphs == "auto" else None
 
 
-def _capture_long_steps(worker: Any) -> None:
+def _capture_long_steps(worker: Any, engine: Engine | None) -> None:
     """:func:`step_graphs.capture_long_steps`. As for :func:`choose_ways`, an error that all ranks have costs one line."""
+    obstacle = "the pass does not know its engine" if engine is None else engine.graphs_obstacle()
+    if obstacle is not None:
+        logger.warning("tw_compile: no long steps as CUDA graphs: %s", obstacle)
+        return
     try:
         with _same_random_numbers():
             capture_long_steps(worker, steps_of(worker), milliseconds)

@@ -1,0 +1,98 @@
+"""Which long steps are kept as CUDA graphs: those that gain, from the shortest on, on the slowest rank."""
+
+from __future__ import annotations
+
+import pytest
+
+from tw_compile.hosts.vllm import step_graphs
+from tw_compile.hosts.vllm.step_graphs import Limits, StepGraphs, least_tokens
+
+LIMITS = Limits(8, 4096)
+
+
+@pytest.mark.parametrize(
+    ("before", "size", "replayed", "expected"),
+    [
+        ((512, 20.0), (768, 20.0), 7.0, 513),  # the host needs the same time for all
+        ((512, 20.0), (768, 30.0), 24.0, 621),  # 24.24 at 513 + 255 x 0.424
+        ((512, 20.0), (768, 24.0), 24.0, 769),  # as fast is no gain
+        ((512, 20.0), (768, 24.2), 24.0, 769),  # less than a hundredth
+        ((512, 30.0), (768, 20.0), 24.0, 513),
+    ],
+)
+def test_steps_gain_from_where_they_take_longer_uncaptured(
+    before: tuple[int, float], size: tuple[int, float], replayed: float, expected: int
+) -> None:
+    assert least_tokens(before, size, replayed) == expected
+
+
+class Engine:
+    """Steps take a hundredth of a millisecond for each token; uncaptured a little more, and 20 at least.
+
+    There is no room for steps of ``full`` tokens and more.
+    """
+
+    def __init__(self, full: int = 10**6, obstacle_here: bool = True) -> None:
+        self.graphs = StepGraphs(513, 4096, ())
+        self.full, self.obstacle_here = full, obstacle_here
+        self.steps: list[tuple[int, bool]] = []
+
+    def run(self, tokens: int) -> None:
+        capturing = self.graphs.limits is not None
+        self.steps.append((tokens, capturing))
+        if not capturing:
+            return
+        assert self.graphs.limits == LIMITS
+        if tokens < self.full or not self.obstacle_here:
+            self.graphs.graphs[tokens] = step_graphs.StepGraph(tokens, (), (), [])
+        else:
+            self.graphs.obstacle = "OutOfMemoryError: no room"
+
+    def timed(self, tokens: int) -> float:
+        by_graph = any(graph.least <= tokens <= size for size, graph in self.graphs.graphs.items())
+        return tokens / 100 if by_graph else max(tokens / 100 * 1.002, 20.0)
+
+    def slowest(self, value: float) -> float:
+        """Another rank has no room either."""
+        return max(value, float(self.steps[-1][0] >= self.full))
+
+    def capture(self) -> list[str]:
+        return step_graphs._capture(self.graphs, LIMITS, self.run, self.timed, self.slowest)
+
+
+def test_larger_steps_are_tried_as_long_as_they_gain() -> None:
+    engine = Engine()
+    said = engine.capture()
+    assert {size: graph.least for size, graph in engine.graphs.graphs.items()} == {768: 514, 1024: 769, 1536: 1025}
+    assert (
+        said[-1] == "nothing gained by 2048 tokens, 20.5 and 20.5 ms"
+        and said[0] == "514 to 768 tokens, 7.7 ms and not 20.0"
+    )
+    assert [tokens for tokens, capturing in engine.steps if capturing] == [768, 1024, 1536, 2048]
+    assert engine.graphs.limits is None
+
+
+@pytest.mark.parametrize(("here", "why"), [(True, "OutOfMemoryError: no room"), (False, "by another rank")])
+def test_a_step_that_one_rank_cannot_capture_is_left_by_all(here: bool, why: str) -> None:
+    engine = Engine(full=1024, obstacle_here=here)
+    assert engine.capture()[-1] == f"1024 tokens can't be captured, {why}"
+    assert list(engine.graphs.graphs) == [768]
+
+
+def test_an_error_ends_the_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine()
+
+    def broken(tokens: int) -> None:
+        raise RuntimeError("a rank died")
+
+    monkeypatch.setattr(engine, "run", broken)
+    with pytest.raises(RuntimeError, match="a rank died"):
+        engine.capture()
+    assert engine.graphs.limits is None and not engine.graphs.graphs
+
+
+def test_a_model_of_short_steps_has_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine()
+    engine.graphs.high = 700
+    engine.capture()
+    assert list(engine.graphs.graphs) == [700]
