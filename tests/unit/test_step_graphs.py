@@ -91,6 +91,19 @@ def test_an_error_ends_the_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine.graphs.limits is None and not engine.graphs.graphs
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "sizes"),
+    [
+        (513, 4096, [768, 1024, 1536, 2048, 3072, 4096]),
+        (1000, 2303, [1024, 1536, 2048, 2303]),
+        (513, 16384, [768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384]),
+        (513, 700, [700]),
+    ],
+)
+def test_a_step_is_padded_by_a_third_at_most(low: int, high: int, sizes: list[int]) -> None:
+    assert step_graphs.sizes_of(low, high) == sizes
+
+
 def test_a_model_of_short_steps_has_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine()
     engine.graphs.high = 700

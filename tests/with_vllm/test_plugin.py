@@ -338,6 +338,7 @@ def test_both_ways_are_timed_when_the_worker_has_warmed_up(folder: Path, monkeyp
     wrapper.worker.compile_or_warm_up_model = lambda: "seconds"
     seen: list[Any] = []
     monkeypatch.setattr(ways, "choose_ways", seen.append)
+    monkeypatch.setattr(ways, "of_models", [])
     assert wrapper.compile_or_warm_up_model() == "seconds" and seen == [wrapper.worker]
 
 

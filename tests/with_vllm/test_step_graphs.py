@@ -187,6 +187,11 @@ def test_what_is_not_known_is_not_captured(folder: Path, made: list[Again], monk
         monkeypatch.setattr(step_graphs, "captured", mock.Mock(side_effect=torch.OutOfMemoryError("no room")))
         torch.testing.assert_close(model.step(STEPS[1]), expected, rtol=0, atol=0)
         assert not graphs.graphs and graphs.obstacle == "OutOfMemoryError: no room"
+        model = Model(config, run)
+        graphs.obstacle = ""
+        monkeypatch.setattr(step_graphs, "_memory", mock.Mock(side_effect=torch.OutOfMemoryError("no room")))
+        torch.testing.assert_close(model.step(STEPS[1]), expected, rtol=0, atol=0)
+        assert not graphs.graphs and graphs.obstacle == "OutOfMemoryError: no room"
     assert not made
 
 

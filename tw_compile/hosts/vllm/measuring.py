@@ -16,6 +16,7 @@ from tw_compile.calibration import in_use
 from tw_compile.config import Config
 from tw_compile.environment import strict
 from tw_compile.hosts.vllm.options import switched_off
+from tw_compile.hosts.vllm.step_graphs import of_models
 from tw_compile.hosts.vllm.ways import tried_ranges
 from tw_compile.kernels.registry import load
 
@@ -34,6 +35,7 @@ def measure_behind_load_model() -> None:
 
     def load_model(self: Any, *args: Any, **named: Any) -> Any:
         tried_ranges.clear()  # a model that this process loaded before has nothing to do with this one
+        of_models.clear()
         result = self.worker.load_model(*args, **named)
         measure(self.vllm_config)
         return result

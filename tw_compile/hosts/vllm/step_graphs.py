@@ -27,8 +27,6 @@ from tw_compile.hosts.vllm.options import switched_off
 
 logger = logging.getLogger("vllm.tw_compile")
 
-SIZES = (768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
-"""Numbers of tokens that are tried, beside the largest of a step. At most a third of a step is padding."""
 LEAST_GAIN = 0.01
 """The part of its time that a step must gain. A graph keeps memory."""
 
@@ -218,12 +216,16 @@ class StepGraphs:
 
         context = get_forward_context()
         assert self.limits is not None
-        attention = _memory(context, tokens, self.limits)
-        if attention is None:
-            self.obstacle = "attention is not FlashAttention 3's, or its steps are of another kind"
-            return run(arguments)
-        graph = StepGraph(tokens, arguments, self.rows, attention)
-        graph.fill(arguments, tokens, context)
+        try:
+            attention = _memory(context, tokens, self.limits)
+            if attention is None:
+                self.obstacle = "attention is not FlashAttention 3's, or its steps are of another kind"
+                return run(arguments)
+            graph = StepGraph(tokens, arguments, self.rows, attention)
+            graph.fill(arguments, tokens, context)
+        except RuntimeError as error:
+            self.obstacle = f"{type(error).__name__}: {error}"
+            return run(arguments)  # the same calls as the other ranks make
 
         def run_on_own_memory() -> tuple[Any, ...]:
             with override_forward_context(graph.context_of(context)):
@@ -251,7 +253,12 @@ def capture_long_steps(worker: Any, run: Callable[[int], None], timed: Timed) ->
     from vllm.distributed.parallel_state import get_tp_group
 
     group = get_tp_group()
-    if switched_off(os.environ) or group.world_size != dist.get_world_size():
+    if switched_off(os.environ):
+        return
+    if group.world_size != dist.get_world_size():
+        logger.info(
+            "tw_compile: no long steps as CUDA graphs: ranks of pipeline or data parallelism have steps of their own"
+        )
         return
     config = worker.vllm_config
     limits = Limits(config.scheduler_config.max_num_seqs, config.model_config.max_model_len)
@@ -277,7 +284,7 @@ def _capture(
     """Capture steps of one model. Returns what was done, in words."""
     said: list[str] = []
     before = graphs.low, timed(graphs.low)
-    for size in (*(one for one in SIZES if graphs.low < one < graphs.high), graphs.high):
+    for size in sizes_of(graphs.low, graphs.high):
         uncaptured = size, timed(size)
         graphs.limits = limits
         try:
@@ -297,6 +304,15 @@ def _capture(
         said.append(f"{graph.least} to {size} tokens, {replayed:.1f} ms and not {uncaptured[1]:.1f}")
         before = uncaptured
     return said
+
+
+def sizes_of(low: int, high: int) -> list[int]:
+    """The numbers of tokens that are tried: 768, 1024, and their doubles, from ``low`` on, and ``high``.
+
+    So at most a third of a step is padding.
+    """
+    doubles = (size << power for power in range(high.bit_length()) for size in (768, 1024))
+    return [*(size for size in doubles if low < size < high), high]
 
 
 def least_tokens(before: tuple[int, float], size: tuple[int, float], replayed: float) -> int:

@@ -38,7 +38,7 @@ RUNS = 3
 HEADROOM = 1.25
 """What the host needs for a step while it serves, of what it needs while steps are timed, where the GPU's time grows too.
 
-On four H100 it took 1.2 to 1.4 times as long, and the GPU 1.1 times (``docs/decisions/host-launch-time.md``).
+On four H100 it took 1.2 to 1.5 times as long, and the GPU 1.1 times (``docs/decisions/host-launch-time.md``).
 """
 
 
