@@ -1,6 +1,6 @@
 // Hopper's matmuls of warpgroups, copies of tiles, and signals between the two CTAs of a cluster. For sm_90a.
 #pragma once
-#include "primitives.cuh"
+#include "cluster.cuh"
 
 // A tensor map as cuTensorMapEncodeTiled writes it. Kernels get it as a parameter.
 struct alignas(64) TensorMap {
@@ -17,17 +17,8 @@ constexpr uint64_t columns_on(int k) { return k * 2 >> 4; }
 
 #ifndef TW_EMULATED
 
-// --- clusters ------------------------------------------------------------------------------------------------------
+// --- arrivals at other CTAs ----------------------------------------------------------------------------------------
 
-DEVICE uint32_t cluster_rank() {
-  uint32_t rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-// All threads of the cluster meet. Then all of them see what any of them wrote to shared memory before.
-DEVICE void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
 // Arrives at a barrier of CTA `rank` of the cluster, which lies at the same place as `barrier` in this CTA. The arrival
 // publishes no writes of this thread: a release to the cluster would wait for memory, which takes longer than a stage's
 // matmuls.

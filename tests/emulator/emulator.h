@@ -51,6 +51,7 @@ void emulated_fence_proxy_async();
 void emulated_prefetch_l2(const void* address, uint32_t bytes);
 uint32_t emulated_cluster_rank();
 void emulated_cluster_sync();
+void emulated_store_to_cta(uint32_t rank, void* pointer, uint32_t word, void* barrier);
 void emulated_mbarrier_arrive_at(void* barrier, uint32_t rank);
 void emulated_load_tile(const char* primitive, uint32_t ranks, void* shared, const TensorMap* map, int32_t column,
                         int32_t row, void* barrier);
@@ -275,10 +276,18 @@ DEVICE void fence_proxy_async_shared() { emulated_fence_proxy_async(); }
 inline constexpr uint32_t PREFETCH_BYTES = 64, PREFETCH_LANES = 2;
 DEVICE void prefetch_l2(const void* address, uint32_t bytes) { emulated_prefetch_l2(address, bytes); }
 
-// --- wgmma.cuh: clusters, copies of tiles, matmuls of a warpgroup --------------------------------------------------
+// --- cluster.cuh ---------------------------------------------------------------------------------------------------
 
 DEVICE uint32_t cluster_rank() { return emulated_cluster_rank(); }
 DEVICE void cluster_sync() { emulated_cluster_sync(); }
+DEVICE void cluster_arrive() {}  // all meet in cluster_wait
+DEVICE void cluster_wait() { emulated_cluster_sync(); }
+DEVICE void store_to_cta(uint32_t rank, uint32_t* address, uint32_t word, uint64_t* barrier) {
+  emulated_store_to_cta(rank, address, word, barrier);
+}
+
+// --- wgmma.cuh: arrivals at other CTAs, copies of tiles, matmuls of a warpgroup -------------------------------------
+
 DEVICE void mbarrier_arrive_at(uint64_t* barrier, uint32_t rank) { emulated_mbarrier_arrive_at(barrier, rank); }
 DEVICE void prefetch_map(const TensorMap&) {}
 DEVICE void load_tile(void* shared, const TensorMap& map, int32_t column, int32_t row, uint64_t* barrier) {

@@ -68,7 +68,12 @@ class FedMachine(Machine):
         self.threads, self.spin_limit, self.gated = threads_for(hidden_size, world_size), spin_limit, gated
         xs = partial_sums(world_size, most_tokens, hidden_size, FORM.dtype, 0)
         example = make_call(FORM, xs, 0).ranks[0].request
-        defines = row_defines(example, world_size, spin_limit) | {"ONE_SHOT": 0, "FED": 1, "CTAS_PER_SM": 1}
+        defines = row_defines(example, world_size, spin_limit) | {
+            "ONE_SHOT": 0,
+            "FED": 1,
+            "CTAS_PER_SM": 1,
+            "CLUSTER": 1,
+        }
         defines |= {"PUSH_THREADS": self.threads, "GEMM_COLUMNS": WIDTH, "BIASED": 0, "GATED": int(gated)}
         super().__init__(source, defines, FORM, hidden_size, world_size, seed, **options)
         needs = FedPush().needs(example, world_size)

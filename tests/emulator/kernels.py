@@ -15,9 +15,9 @@ from emulator.wires import expected_bits
 from tw_compile.kernels.algorithms.barrier_kernel import BarrierKernel
 from tw_compile.kernels.algorithms.multimem.multimem import Multimem
 from tw_compile.kernels.algorithms.multimem.multimem import Shape as MultimemShape
-from tw_compile.kernels.algorithms.push.push import Push, PushParams, part_bytes, threads_for
+from tw_compile.kernels.algorithms.push.push import Push, PushParams, part_bytes, shared_bytes_for, threads_for
 from tw_compile.kernels.algorithms.stream.stream import Shape, Stream
-from tw_compile.kernels.collective.cuda_variant import numbers_of, row_defines, statistics_bytes
+from tw_compile.kernels.collective.cuda_variant import numbers_of, row_defines
 from tw_compile.kernels.collective.fields import RMS_NORM
 from tw_compile.kernels.collective.slot import NOT_ARRIVED
 from tw_compile.kernels.collective.spec import (
@@ -320,20 +320,18 @@ class PushMachine(Machine):
         most_tokens: int,
         seed: int,
         threads: int | None = None,
+        cluster: int = 1,
         most_rows: int = 2**20,
         slots: int = 1,
         spin_limit: int = 0,
         sources: Path | None = None,
         **options: Any,
     ) -> None:
-        self.one_shot, self.threads, self.most_rows = (
-            one_shot,
-            threads or threads_for(hidden_size, world_size),
-            most_rows,
-        )
+        self.one_shot, self.cluster, self.most_rows = one_shot, cluster, most_rows
+        self.threads = threads or threads_for(hidden_size, world_size, cluster)
         example = make_call(form, partial_sums(world_size, most_tokens, hidden_size, form.dtype, 0), 0).ranks[0].request
         defines = row_defines(example, world_size, spin_limit)
-        defines |= {"ONE_SHOT": int(one_shot), "THREADS": self.threads, "CTAS_PER_SM": 1, "FED": 0}
+        defines |= {"ONE_SHOT": int(one_shot), "THREADS": self.threads, "CTAS_PER_SM": 1, "CLUSTER": cluster, "FED": 0}
         super().__init__(_source("push", sources), defines, form, hidden_size, world_size, seed, **options)
         capacity = Push(one_shot).needs(example, world_size)["inbox"]
         self.part_bytes = part_bytes(capacity)
@@ -370,8 +368,10 @@ class PushMachine(Machine):
                     end=end,
                     **shared,
                 )
-                grid, shared_bytes = min(end - begin, max_sms), statistics_bytes(own.request, 1, self.threads // 32)
-                self.emulator.launch(rank, slot, grid, self.threads, shared_bytes, params, programmatic=True)
+                grid = self.cluster * min(end - begin, max(1, max_sms // self.cluster))
+                shared_bytes = shared_bytes_for(own.request, self.threads, self.cluster)
+                given = {"programmatic": True, "cluster": self.cluster}
+                self.emulator.launch(rank, slot, grid, self.threads, shared_bytes, params, **given)
         return call
 
     def run(self) -> None:

@@ -220,6 +220,14 @@ void Machine::copy_step(uint32_t index) {
   if (index + 1 < copies.size()) copies[index] = std::move(copies.back());
   copies.pop_back();
   Cta& cta = *piece.cta;
+  if (!piece.word.empty()) {
+    memcpy(piece.shared, piece.word.data(), 4);
+    cta.shared_words[(piece.shared - cta.shared) / 4] = SharedWord();
+    --cta.in_flight;
+    mbarrier(cta, piece.barrier).bytes -= 4;
+    complete_phase(cta, mbarrier(cta, piece.barrier), piece.barrier);
+    return progress();
+  }
   if (!piece.bytes) {
     --cta.in_flight;
     return arrive(cta, piece.barrier);

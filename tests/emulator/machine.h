@@ -202,7 +202,8 @@ struct Cta {
   }
 };
 // A piece of a bulk copy. A store is read into `buffer` first and written later. A piece of a tile, if `tile` says so, is whole
-// rows of it from `row` on, and `global` any address in the tensor. Without bytes, it is an arrival from another CTA.
+// rows of it from `row` on, and `global` any address in the tensor. Without bytes, it is an arrival from another CTA, or a word
+// that another CTA stores to `shared`, if `word` has it.
 struct Copy {
   Cta* cta;
   bool load;
@@ -212,6 +213,7 @@ struct Copy {
   std::vector<uint32_t> buffer;
   TileMap tile{};
   int32_t column = 0, row = 0;
+  std::vector<uint32_t> word{};
 };
 
 // What a thread has asked L2 for.

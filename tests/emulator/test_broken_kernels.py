@@ -24,8 +24,11 @@ GROUPS_WITH_ROWS_AHEAD = MultimemShape(64, 2, 2)
 STALL_LIMIT = 20_000  # enough for 400 rounds of all threads
 
 
-def run_push(sources: Path | None, seed: int, *, one_shot: bool, world_size: int = 3, form: Form = WHOLE) -> None:
-    options: dict[str, Any] = {"threads": 64, "resident": 2 + seed % 5, "stall_limit": STALL_LIMIT, "sources": sources}
+def run_push(
+    sources: Path | None, seed: int, *, one_shot: bool, world_size: int = 3, form: Form = WHOLE, cluster: int = 1
+) -> None:
+    options: dict[str, Any] = {"threads": 64 // cluster, "stall_limit": STALL_LIMIT, "sources": sources}
+    options |= {"resident": cluster * (2 + seed % 5), "cluster": cluster}
     machine = PushMachine(world_size, 264, form, one_shot=one_shot, most_tokens=MOST_TOKENS, seed=seed, **options)
     random_calls(machine, seed, 6)
     machine.run()
@@ -64,6 +67,7 @@ def run_multimem(
 
 SHARDED = Form(residual="sharded", residual_out="sharded", residual_dtype=FP32)
 ONE_SHOT, TWO_SHOT = partial(run_push, one_shot=True), partial(run_push, one_shot=False)
+CLUSTERS = partial(run_push, one_shot=True, cluster=2)
 MEETING, NO_MEETING = "meet_peers(p.pads, p.status, epoch + {0}, p.rank, {0}, BLOCK)", "barrier_sync(0, BLOCK)"
 PRIVATE, IN_SLOT = run_stream, partial(run_stream, in_slot=True)
 BY_PEERS = partial(run_multimem, by_peers=True)
@@ -87,7 +91,15 @@ PUSH: dict[str, tuple[Run, str, str]] = {
         "drop_negative_zeros(kept);",
         "",
     ),
-    "rows share partial sums": (ONE_SHOT, "partials + parity * WARPS", "partials"),
+    "rows share partial sums": (ONE_SHOT, "sets + next * WARPS", "sets"),
+    "rows of clusters share partial sums": (CLUSTERS, "sets + next * WARPS", "sets"),
+    "sums to CTAs without mbarriers": (CLUSTERS, "cluster_wait();  // the", "// the"),
+    "waits for another row's sums": (CLUSTERS, "phase ^= next;", ""),
+    "rows of clusters share an mbarrier": (CLUSTERS, "barriers + next;", "barriers;"),
+    "does not wait for sums of the cluster": (CLUSTERS, "while (!mbarrier_try_wait(barrier, phase))", "while (false)"),
+    "a CTA gets no sums": (CLUSTERS, "thread % 32 < CLUSTER", "thread % 32 < CLUSTER - 1"),
+    "CTAs of a cluster have rows of their own": (CLUSTERS, "p.begin + blockIdx.x / CLUSTER", "p.begin + blockIdx.x"),
+    "a cluster's first CTA hands the state on": (CLUSTERS, "== (uint32_t)ctas - 1", "== (uint32_t)stride - 1"),
     "a peer gets no results": (
         TWO_SHOT,
         "PEERS; ++step) call.push(normalised",
@@ -95,7 +107,7 @@ PUSH: dict[str, tuple[Run, str, str]] = {
     ),
     "first CTA hands the state on": (
         ONE_SHOT,
-        "fetch_add_gpu(&p.state->finished, 1) == (uint32_t)stride - 1",
+        "fetch_add_gpu(&p.state->finished, 1) == (uint32_t)ctas - 1",
         "blockIdx.x == 0",
     ),
     "starts before the call before has ended": (ONE_SHOT, "grid_dependency_wait();", ""),

@@ -35,7 +35,7 @@ static void complete_cluster_sync(Warp& warp) {
   warps.push_back(&warp);
   if (warps.size() * 32 < cta.launch->cluster * cta.launch->block) return;
   for (uint32_t i = uint32_t(machine->copies.size()); i-- > 0;)
-    if (!machine->copies[i].bytes && machine->copies[i].cta->serial - first < cta.launch->cluster) machine->copy_step(i);
+    if (!machine->copies[i].bytes && machine->copies[i].word.empty() && machine->copies[i].cta->serial - first < cta.launch->cluster) machine->copy_step(i);
   for (uint32_t rank = 0; rank < cta.launch->cluster; ++rank) {
     Cta& one = cta_at(cta, rank);
     std::vector<Warp*> own;
@@ -131,6 +131,18 @@ void emulated_mbarrier_arrive_at(void* pointer, uint32_t rank) {
   machine->mbarrier(there, address);
   if (&there == thread.cta) return machine->arrive(there, address);
   machine->copies.push_back({&there, true, there.shared, nullptr, 0, thread.index, 0, address, {}});
+  ++there.in_flight;
+  machine->progress();
+}
+
+void emulated_store_to_cta(uint32_t rank, void* pointer, uint32_t word, void* barrier) {
+  const Thread& thread = enter("store_to_cta", pointer);
+  Cta& there = cta_at(*thread.cta, rank);
+  void* counter = there.shared + check_shared(barrier, 8, 8);
+  machine->mbarrier(there, counter);
+  machine->copies.push_back(
+      {&there, true, there.shared + check_shared(pointer, 4, 4), nullptr, 0, thread.index, 0, counter, {}});
+  machine->copies.back().word = {word};
   ++there.in_flight;
   machine->progress();
 }

@@ -29,7 +29,7 @@ WITH_BARRIERS: dict[str, Callable[[], BarrierKernel]] = {
     "multimem": Multimem,
     "emulated_multimem": partial(Multimem, emulated=True),
 }
-KINDS = ("one_shot", "two_shot", "stream", "stream_in_slot", *MULTIMEM, "emulated_multimem")
+KINDS = ("one_shot", "one_shot_clusters", "two_shot", "stream", "stream_in_slot", *MULTIMEM, "emulated_multimem")
 MOST_STACK_BYTES = 128
 """Of rows up to 8192: a few addresses, where a CTA of 1024 threads leaves 64 registers to each. Rows would need far more."""
 
@@ -72,11 +72,12 @@ def program_of(
     """What the algorithm loads for the request; an in-slot result is not copied back, nor is in-slot ``x`` staged."""
     patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (arch, 0))
     state: Any = SimpleNamespace(world_size=world_size, device=torch.device("cuda", 0), rank=0, multimem=True)
-    if kind == "one_shot":
+    if kind in ("one_shot", "one_shot_clusters"):
         whole: dict[str, Any] = {"residual_sharded": False}
         if asked.residual_out == "sharded":
             whole["residual_out"] = "replicated"
-        return Push(True).program(replace_fields(asked, **whole), state, 0)
+        algorithm = Push(True) if kind == "one_shot" else Push(True, cluster=4)
+        return algorithm.program(replace_fields(asked, **whole), state, 0)
     if kind == "two_shot":
         return Push(False).program(asked, state, 0)
     algorithm = WITH_BARRIERS[kind.removesuffix("_in_slot")]()
@@ -207,6 +208,20 @@ def test_push_needs_no_order_but_at_the_end(monkeypatch: pytest.MonkeyPatch) -> 
     assert [name for name in found[: found.index("atom.acq_rel.gpu.global.add.u32")] if name.startswith(strong)][
         -1
     ] == BARRIER
+
+
+def test_ctas_of_a_cluster_wait_for_no_store_to_peers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A release before the cluster's sum would wait until what was sent to the peers has arrived."""
+    programs = [program_of(kind, request(8192), 4, monkeypatch) for kind in ("one_shot", "one_shot_clusters")]
+    found = instructions(programs[1].ptx())
+    assert "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32" in found
+    assert [name for name in found if name.startswith("barrier.cluster")] == [
+        "barrier.cluster.arrive.relaxed.aligned",
+        "barrier.cluster.wait.acquire.aligned",
+    ]
+    assert [name for name in found if name.startswith("fence")] == ["fence.mbarrier_init.release.cluster"]
+    alone, clusters = (dump(program.cubin(), tmp_path, "-sass").count("MEMBAR.ALL.GPU") for program in programs)
+    assert alone == clusters == 1  # of the last CTA's counter
 
 
 FENCE, FENCE_SHARED, BARRIER = "fence.proxy.async", "fence.proxy.async.shared::cta", "barrier.sync.aligned"

@@ -102,7 +102,7 @@ def alone_over(transport: str) -> list[Variant]:
     They are the kernels that tables can name, and the kernel that serves all other messages, which tables need not name.
     """
     listed = [variant for variant in variants("cuda") if variant.over == transport]
-    named = [variant for variant in listed if variant.algorithm is not None]
+    named = [variant for variant in listed if variant.algorithm is not None and ALGORITHMS[variant.algorithm].tuned]
     last = next((entry for entry in ALGORITHMS if entry.serves_all and entry.transport == transport), None)
     whole = next((variant for variant in listed if variant.algorithm is None), None)
     if last is None or last.benchmarked or whole is None:

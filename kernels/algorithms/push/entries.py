@@ -20,6 +20,18 @@ ONE_SHOT = AlgorithmEntry(
     benchmarked=(Benchmarked("tw-push-one-shot", sharded=False),),
     checked=(Checked("push_one_shot", beside=False),),
 )
+CLUSTERS = AlgorithmEntry(
+    "push_one_shot_clusters",
+    _PUSH,
+    (("one_shot", True), ("cluster", 4)),
+    sms=128,
+    most_sms=128,
+    needs_whole_residual=True,
+    instead="push_two_shot",
+    tuned=False,
+    benchmarked=(Benchmarked("tw-push-one-shot-clusters", sharded=False),),
+    checked=(Checked("push_one_shot_clusters", beside=False),),
+)
 FED = AlgorithmEntry(
     "push_fed", "tw_compile.kernels.algorithms.push.fed_push:FedPush", sms=128, most_sms=128, feeds=True
 )

@@ -2,7 +2,8 @@
 // word shows by itself that it has arrived (the Lamport style of NCCL's LL and TensorRT-LLM's all_reduce). No barrier.
 //
 // one-shot (ONE_SHOT=1): every rank pushes all its rows to all peers, and computes every row itself, all in the same
-//   order: (N-1) x M on the links, one hop.
+//   order: (N-1) x M on the links, one hop. CLUSTER CTAs may share a row: each has a part of its columns, and tells the others
+//   of its cluster what the part adds to the row's statistics. A CTA's SM limits how fast a long row goes in and out.
 // two-shot: every rank pushes each row to its owner, the owner computes it and pushes the result to all peers:
 //   2(N-1)/N x M on the links, two hops.
 //
@@ -34,13 +35,16 @@
 // has added to each of these rows. So such a call is one launch, with its GEMM between it and the next launch.
 //
 // Set by definitions, beside those of row.cuh, wire.cuh and EPILOGUE: FED, WORLD_SIZE, THREADS, CTAS_PER_SM (the registers must
-// allow it), ONE_SHOT, RESIDUAL_SHARDED, RESIDUAL_OUT, SPIN_LIMIT (polls before a thread gives up; 0: never), PREFETCH. A
+// allow it), CLUSTER, ONE_SHOT, RESIDUAL_SHARDED, RESIDUAL_OUT, SPIN_LIMIT (polls before a thread gives up; 0: never), PREFETCH. A
 // one-shot rank computes all rows, so its residual is not sharded.
 
 #include "epilogue.cuh"
 #include "wire.cuh"
 #include "scales.cuh"
 #include "prefetch.cuh"
+#if CLUSTER > 1
+#include "cluster.cuh"
+#endif
 #if FED
 #include "fed.cuh"
 #endif
@@ -80,10 +84,15 @@ struct PushParams {
 static_assert(!FED || (!ONE_SHOT && RESIDUAL_OUT != ALL_ROWS && !ResultRow::CODED), "owners' rows alone, as they are");
 static_assert(!ONE_SHOT || (!RESIDUAL_SHARDED && RESIDUAL_OUT != OWN_ROWS), "one-shot needs and gives all rows");
 static_assert(!ONE_SHOT || !SumRow::CODED, "only owners of rows read codes");
+static_assert(CLUSTER == 1 || (ONE_SHOT && SCALE_COLUMNS == 0), "CTAs share rows that need nothing else of them");
+#if CLUSTER > 1 && PREFETCH
+#error "CTAs that prefetch would be in clusters, too"
+#endif
 
-using Row = RowPart<THREADS>;
+inline constexpr int ROW_THREADS = CLUSTER * THREADS;
+using Row = RowPart<ROW_THREADS>;
 inline constexpr int VECTORS = Row::VECTORS;
-inline constexpr int WARPS = THREADS / 32;
+inline constexpr int WARPS = ROW_THREADS / 32;  // of a row
 inline constexpr int PEERS = WORLD_SIZE - 1;
 inline constexpr int AHEAD = 1;                 // turns from sending a row until it is computed
 inline constexpr bool PUBLISHES = !ONE_SHOT && !FED;
@@ -98,7 +107,7 @@ using KeptRow = Exact<RESIDUAL_OUT_TYPE>;
 inline constexpr uint32_t TURN_BYTES =
     PEERS *
     (SumRow::ROW_BYTES + (!PUBLISHES ? 0 : ResultRow::ROW_BYTES + (RESIDUAL_OUT == ALL_ROWS ? KeptRow::ROW_BYTES : 0)));
-inline constexpr uint32_t CLEARED_A_TURN = (TURN_BYTES + THREADS * 16 - 1) / (THREADS * 16);  // 16-byte vectors of each thread
+inline constexpr uint32_t CLEARED_A_TURN = (TURN_BYTES + ROW_THREADS * 16 - 1) / (ROW_THREADS * 16);  // 16-byte vectors of each thread
 
 // Peer number `step` (0 .. PEERS-1) after `rank`; a row from there lies in section `step` of this rank's inbox, and this
 // rank's rows lie in section `PEERS - 1 - step` of that peer's.
@@ -187,15 +196,79 @@ DEVICE void add_up(float (&h)[8], const Eight<T>& own, const InCodes<BITS> (&got
   add_in_rank_order(h, own, got, rank, [=](int section) { return peer_after(rank, section); });
 }
 
+// Adds up numbers of the threads of a row. Two sets of numbers in shared memory take turns.
+//
+// In a cluster each warp sends its sum to all CTAs, where an mbarrier of the set counts the bytes. A CTA's warps send the sums of
+// a row when they have those of the row before. So whoever has all sums of a row may send those of the next row of the same set:
+// nobody reads or awaits the set's earlier sums any more. Sums come from all CTAs before any of them ends.
+struct RowSum {
+#if CLUSTER > 1
+  uint64_t* barriers;  // [2]
+  uint32_t phase = 0;  // of the next set's barrier
+#endif
+  RowStatistics* sets;  // [2, WARPS]
+  int next = 0;         // the next set
+
+  DEVICE RowSum() {
+#if CLUSTER > 1
+    barriers = (uint64_t*)dynamic_shared();
+    sets = (RowStatistics*)(barriers + 2);
+    if (threadIdx.x == 0) {
+      mbarrier_init(barriers, 1);
+      mbarrier_init(barriers + 1, 1);
+      mbarrier_init_fence();
+    }
+    warp_sync();
+    cluster_arrive();
+    cluster_wait();  // the mbarriers of the other CTAs are there
+#else
+    sets = (RowStatistics*)dynamic_shared();
+#endif
+  }
+
+  // `thread`: the number of the thread in the row.
+  DEVICE RowStatistics of(RowStatistics value, uint32_t thread) {
+    RowStatistics* const sums = sets + next * WARPS;
+#if CLUSTER > 1
+    uint64_t* const barrier = barriers + next;
+    if (threadIdx.x == 0) mbarrier_arrive_expect(barrier, WARPS * sizeof value);
+    value = warp_sum(value);
+    const float* const numbers = (const float*)&value;
+    if (thread % 32 < CLUSTER)
+#pragma unroll
+      for (int i = 0; i < (int)sizeof value / 4; ++i)
+        store_to_cta(thread % 32, (uint32_t*)(sums + thread / 32) + i, as_bits(numbers[i]), barrier);
+    warp_sync();
+    [[maybe_unused]] uint32_t polls = 0;
+    while (!mbarrier_try_wait(barrier, phase)) {
+#if SPIN_LIMIT
+      if (++polls == SPIN_LIMIT) break;
+#endif
+    }
+    phase ^= next;
+    next ^= 1;
+    return total<WARPS>(sums);
+#else
+    value = group_sum<WARPS>(value, sums, thread, 0);
+    next ^= 1;
+    return value;
+#endif
+  }
+};
+
 KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
   if (only_prefetches(p.prefetch)) return;
-  RowStatistics* const partials = (RowStatistics*)dynamic_shared();  // [2, WARPS]: rows take turns
+  RowSum row_sum;
   grid_dependency_wait();
 
-  Call call{p, threadIdx.x, (p.tokens + WORLD_SIZE - 1) / WORLD_SIZE, p.state->part};
+#if CLUSTER > 1
+  const uint32_t thread = cluster_rank() * THREADS + threadIdx.x;
+#else
   const uint32_t thread = threadIdx.x;
-  const int rank = p.rank, per_rank = call.per_rank, stride = row_ctas(p.prefetch);
-  const int first = p.begin + blockIdx.x;
+#endif
+  Call call{p, thread, (p.tokens + WORLD_SIZE - 1) / WORLD_SIZE, p.state->part};
+  const int rank = p.rank, per_rank = call.per_rank, ctas = row_ctas(p.prefetch), stride = ctas / CLUSTER;
+  const int first = p.begin + blockIdx.x / CLUSTER;
   uint8_t* const own_inbox = p.inboxes[rank];
   call.inbox = own_inbox + call.part * p.part_bytes;
   for (int step = 0; step < PEERS; ++step)
@@ -269,10 +342,10 @@ KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
 
   // Each thread clears up to `count` more 16-byte vectors of what the call before this one has read.
   const uint32_t previous = (call.part + 2) % 3, used = p.state->used[previous];
-  uint32_t unit = blockIdx.x * THREADS + thread;
+  uint32_t unit = blockIdx.x * THREADS + threadIdx.x;
   const auto clear = [&](uint32_t count) {
     const uint32_t cleared[4] = {NOT_ARRIVED, NOT_ARRIVED, NOT_ARRIVED, NOT_ARRIVED};
-    for (; count > 0 && unit < used; --count, unit += stride * THREADS)
+    for (; count > 0 && unit < used; --count, unit += ctas * THREADS)
       store_global(own_inbox + previous * p.part_bytes + unit * 16ull, cleared);
   };
 
@@ -282,15 +355,14 @@ KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
       sizeof(HIDDEN_TYPE) == 1 && SCALE_COLUMNS == 0 ? 1.0f / *p.hidden_scale : 1.0f;
   const int computed_end = smaller(p.end, ONE_SHOT ? p.tokens : call.rows_of(rank));
   if constexpr (EARLY) load_next(first);
-  int parity = 0;
   for (int ahead = first; ahead < p.end + (AHEAD + BEHIND) * stride; ahead += stride) {
     const int local = ahead - AHEAD * stride;
     const bool computes = first <= local && local < computed_end;
     const uint64_t row = ONE_SHOT ? local : rank * per_rank + local;
     Eight<X_TYPE> own[VECTORS];
-    Loaded<THREADS, RESIDUAL_TYPE> residual;
-    Loaded<THREADS, WEIGHT_TYPE> weight;
-    Loaded<THREADS, NORM_BIAS_TYPE> norm_bias;
+    Loaded<ROW_THREADS, RESIDUAL_TYPE> residual;
+    Loaded<ROW_THREADS, WEIGHT_TYPE> weight;
+    Loaded<ROW_THREADS, NORM_BIAS_TYPE> norm_bias;
     if (computes) {
       Row::each(thread, [&](int v, uint32_t column) { load(own[v], p.x + row * HIDDEN + column); });
       residual.fetch(p.residual + (RESIDUAL_SHARDED ? local : row) * HIDDEN, thread);
@@ -322,11 +394,10 @@ KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
         add_up(h[v], own[v], got, rank);
       });
       if constexpr (SumRow::CODED) weight.fetch(p.weight, thread);  // not before: codes need the registers
-      const RowStatistics own_part = finish_sum<THREADS>(h, p.scale, p.bias, residual, thread);
-      const auto factor = row_factor(group_sum<WARPS>(own_part, partials + parity * WARPS, thread, 0), p.eps);
-      parity ^= 1;
+      const RowStatistics own_part = finish_sum<ROW_THREADS>(h, p.scale, p.bias, residual, thread);
+      const auto factor = row_factor(row_sum.of(own_part, thread), p.eps);
 #if SCALE_COLUMNS
-      float* const maxima = (float*)(partials + 2 * WARPS);  // one for all rows: the sums' barrier is between two uses
+      float* const maxima = (float*)(row_sum.sets + 2 * WARPS);  // one for all rows: the sums' barrier is between two uses
       const auto scales = scales_of_row<THREADS>(h, factor, weight, p.weight_offset, maxima, thread, 0);
 #endif
 
@@ -365,7 +436,7 @@ KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
   // The last CTA hands the state to the next call: by then every CTA has read it.
   warp_sync();
   barrier_sync(0, THREADS);
-  if (thread == 0 && fetch_add_gpu(&p.state->finished, 1) == (uint32_t)stride - 1) {
+  if (threadIdx.x == 0 && fetch_add_gpu(&p.state->finished, 1) == (uint32_t)ctas - 1) {
     p.state->finished = 0;
     p.state->used[call.part] = (uint32_t)(residuals.end() / 16);
     p.state->part = (call.part + 1) % 3;

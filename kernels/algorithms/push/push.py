@@ -19,6 +19,7 @@ from tw_compile.kernels.collective.cuda_variant import (
     travelling_bytes,
 )
 from tw_compile.kernels.collective.prefetch import Prefetched
+from tw_compile.kernels.collective.side_stream import cluster_size
 from tw_compile.kernels.collective.slot import INBOX, GroupState, Slot
 from tw_compile.kernels.collective.spec import Request
 from tw_compile.kernels.collective.wires import WIRES
@@ -46,14 +47,19 @@ def part_bytes(capacity: int) -> int:
     return capacity // PARTS // _PART_ALIGNMENT * _PART_ALIGNMENT
 
 
-def threads_for(hidden_size: int, world_size: int) -> int:
-    """Threads of a CTA, which holds one row. Each thread holds one vector of the row, if a CTA can have that many threads.
+def threads_for(hidden_size: int, world_size: int, cluster: int = 1) -> int:
+    """Threads of each of the ``cluster`` CTAs that hold a row. Each thread holds one vector of it, if CTAs can have so many.
 
     A thread also holds a vector from each peer. With many peers, half as many threads get twice the registers.
     """
     vectors = hidden_size // VECTOR
-    each = -(-vectors // _max_threads(world_size))
-    return -(-vectors // (32 * each)) * 32
+    each = -(-vectors // (cluster * _max_threads(world_size)))
+    return -(-vectors // (32 * cluster * each)) * 32
+
+
+def shared_bytes_for(request: Request, threads: int, cluster: int) -> int:
+    """Dynamic shared memory of a CTA of ``threads`` threads: a row's statistics, and a cluster's mbarriers before them."""
+    return (16 if cluster > 1 else 0) + statistics_bytes(request, 1, cluster * threads // 32)
 
 
 def ctas_per_sm(threads: int, world_size: int) -> int:
@@ -71,6 +77,8 @@ class Push(RowKernel):
     A launch has CTAs for at most ``max_sms`` SMs. Calls on one slot need only one resident CTA. If calls on several slots
     overlap, all CTAs of all but one of these calls must be resident, on every rank (``kernels/runtime/barrier.py``). Choose
     ``max_sms`` for that. Messages that would need more than :data:`MOST_INBOX_BYTES` take several launches.
+
+    With ``cluster`` above 1, clusters of so many CTAs share rows (one-shot only). Then a whole cluster must be resident.
     """
 
     source = Path(__file__).with_name("push.cu")
@@ -80,14 +88,24 @@ class Push(RowKernel):
     wires = True
     prefetches = True
 
-    def __init__(self, one_shot: bool, max_sms: int = 128) -> None:
-        super().__init__("push_one_shot" if one_shot else "push_two_shot", one_shot, max_sms)
+    def __init__(self, one_shot: bool, max_sms: int = 128, cluster: int = 1) -> None:
+        name = "push_one_shot" if one_shot else "push_two_shot"
+        super().__init__(name if cluster == 1 else f"{name}_clusters", one_shot, max_sms)
+        self._cluster = cluster
+        self.prefetches = cluster == 1
 
     def obstacle(self, request: Request, state: GroupState) -> str | None:
         """See :class:`Algorithm`."""
         if self._one_shot and request.overlap_sms:
             return "one-shot is for messages that are over before others could run beside them"
         return super().obstacle(request, state)
+
+    def _row_obstacle(self, request: Request) -> str | None:
+        if self._cluster > 1 and request.norm.scale_columns:
+            return "scales are made by one CTA for a row"
+        if self._cluster > 1 and cluster_size(self._cluster, request.x.device) == 1:
+            return "the device is too small for clusters"
+        return super()._row_obstacle(request)
 
     def needs(self, request: Request, world_size: int) -> dict[str, int]:
         """See :class:`Algorithm`."""
@@ -116,26 +134,31 @@ class Push(RowKernel):
 
     def defines(self, request: Request, state: GroupState) -> dict[str, int | str]:
         """See :class:`RowKernel`."""
-        threads = threads_for(request.x.shape[1], state.world_size)
+        threads = self._threads(request, state)
         ctas = ctas_per_sm(threads, state.world_size)
-        return {"ONE_SHOT": int(self._one_shot), "FED": 0, "THREADS": threads, "CTAS_PER_SM": ctas}
+        shape = {"THREADS": threads, "CTAS_PER_SM": ctas, "CLUSTER": self._cluster}
+        return {"ONE_SHOT": int(self._one_shot), "FED": 0, **shape}
 
     def options(self, request: Request, state: GroupState) -> dict[str, Any]:
         """See :class:`RowKernel`."""
-        threads = threads_for(request.x.shape[1], state.world_size)
+        threads = self._threads(request, state)
         return {
             "block": threads,
-            "shared_bytes": statistics_bytes(request, 1, threads // 32),
+            "shared_bytes": shared_bytes_for(request, threads, self._cluster),
+            **({} if self._cluster == 1 else {"cluster": self._cluster}),
             **self.stream_options(request, state),
         }
+
+    def _threads(self, request: Request, state: GroupState) -> int:
+        return threads_for(request.x.shape[1], state.world_size, self._cluster)
 
     def launches(self, request: Request, state: GroupState, slot: Slot) -> list[tuple[Structure, int]]:
         """See :class:`RowKernel`."""
         tokens, inbox = request.x.shape[0], slot.buffers[INBOX]
         assert inbox.state is not None
         rows, most = self.local_rows(tokens, state.world_size), self.rows_of_a_launch(request, state.world_size)
-        ctas_each = ctas_per_sm(threads_for(request.x.shape[1], state.world_size), state.world_size)
-        ctas = request.limited(self._max_sms) * ctas_each
+        ctas_each = ctas_per_sm(self._threads(request, state), state.world_size)
+        clusters = max(1, request.limited(self._max_sms) * ctas_each // self._cluster)
         launches: list[tuple[Structure, int]] = []
         for begin in range(0, rows, most):
             end = min(begin + most, rows)
@@ -151,8 +174,8 @@ class Push(RowKernel):
                 **numbers_of(request.norm),
                 **self._more_params(slot),
             )
-            launches.append((params, min(end - begin, ctas)))
-        return self.with_prefetch(request, state, launches, ctas_each)
+            launches.append((params, self._cluster * min(end - begin, clusters)))
+        return self.with_prefetch(request, state, launches, ctas_each) if self.prefetches else launches
 
     def _more_params(self, slot: Slot) -> dict[str, Any]:
         """Additional parameters that only a subclass's ``params`` have."""
