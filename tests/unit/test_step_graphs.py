@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tw_compile.hosts.vllm import step_graphs
-from tw_compile.hosts.vllm.step_graphs import Limits, StepGraphs, least_tokens
+from tw_compile.hosts.vllm.step_graphs import Limits, StepGraph, StepGraphs, least_tokens
 
 LIMITS = Limits(8, 4096)
 
@@ -35,18 +35,21 @@ class Engine:
     def __init__(self, full: int = 10**6, obstacle_here: bool = True) -> None:
         self.graphs = StepGraphs(513, 4096, ())
         self.full, self.obstacle_here = full, obstacle_here
-        self.steps: list[tuple[int, bool]] = []
+        self.steps: list[tuple[int, str]] = []
 
     def run(self, tokens: int) -> None:
-        capturing = self.graphs.limits is not None
-        self.steps.append((tokens, capturing))
-        if not capturing:
-            return
-        assert self.graphs.limits == LIMITS
-        if tokens < self.full or not self.obstacle_here:
-            self.graphs.graphs[tokens] = step_graphs.StepGraph(tokens, (), (), [])
+        graphs = self.graphs
+        if graphs.limits is not None:
+            assert graphs.limits == LIMITS and graphs.prepared is None
+            self.steps.append((tokens, "prepared"))
+            graphs.prepared = StepGraph(tokens, (), (), [])
+            if tokens >= self.full and self.obstacle_here:
+                graphs.prepared, graphs.obstacle = None, "OutOfMemoryError: no room"
+        elif graphs.prepared is not None:
+            self.steps.append((tokens, "captured"))
+            graphs.graphs[tokens], graphs.prepared = graphs.prepared, None
         else:
-            self.graphs.obstacle = "OutOfMemoryError: no room"
+            self.steps.append((tokens, ""))
 
     def timed(self, tokens: int) -> float:
         by_graph = any(graph.least <= tokens <= size for size, graph in self.graphs.graphs.items())
@@ -68,7 +71,7 @@ def test_larger_steps_are_tried_as_long_as_they_gain() -> None:
         said[-1] == "nothing gained by 2048 tokens, 20.5 and 20.5 ms"
         and said[0] == "514 to 768 tokens, 7.7 ms and not 20.0"
     )
-    assert [tokens for tokens, capturing in engine.steps if capturing] == [768, 1024, 1536, 2048]
+    assert [tokens for tokens, capturing in engine.steps if capturing == "captured"] == [768, 1024, 1536, 2048]
     assert engine.graphs.limits is None
 
 

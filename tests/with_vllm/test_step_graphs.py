@@ -129,9 +129,10 @@ def results(folder: Path, made: list[Again]) -> Iterator[tuple[Model, StepGraphs
         assert (graphs.low, graphs.high) == (24, MAX_TOKENS) and len(graphs.rows) == 2
         model.reset()
         model.step(STEPS[0])
-        graphs.limits = LIMITS
-        torch.testing.assert_close(model.step([paged.Request(0, SIZE)]), outputs[1], rtol=0, atol=0)
-        graphs.limits = None
+        for step in range(2):  # it gets memory, then it is captured
+            graphs.limits = LIMITS if not step else None
+            torch.testing.assert_close(model.step([paged.Request(0, SIZE)]), outputs[1], rtol=0, atol=0)
+        assert graphs.prepared is None
         assert not made[0].replays
         graphs.graphs[SIZE].least = 0
         model.reset()
@@ -175,23 +176,28 @@ def test_other_steps_are_not_run_by_the_graph(
 def test_what_is_not_known_is_not_captured(folder: Path, made: list[Again], monkeypatch: pytest.MonkeyPatch) -> None:
     config = engine(folder)
     with llama(config) as run:
-        model = Model(config, run)
-        expected = model.step(STEPS[1])
+        expected = Model(config, run).step(STEPS[1])
         (graphs,) = step_graphs.of_models
-        graphs.limits = LIMITS
-        for layer in model.layers.values():
-            layer.impl.vllm_flash_attn_version = 2
-        torch.testing.assert_close(model.step(STEPS[1]), expected, rtol=0, atol=0)
-        assert not graphs.graphs and "not FlashAttention 3's" in graphs.obstacle
-        model = Model(config, run)
+
+        def step_with(limits: Limits | None, version: int = 3) -> None:
+            """A step, which gets memory for a graph if there are limits."""
+            model, graphs.limits, graphs.obstacle = Model(config, run), limits, ""
+            for layer in model.layers.values():
+                layer.impl.vllm_flash_attn_version = version
+            torch.testing.assert_close(model.step(STEPS[1]), expected, rtol=0, atol=0)
+            graphs.limits = None
+
+        step_with(LIMITS, version=2)
+        assert graphs.prepared is None and "not FlashAttention 3's" in graphs.obstacle
+        with monkeypatch.context() as patch:
+            patch.setattr(step_graphs, "_memory", mock.Mock(side_effect=torch.OutOfMemoryError("no room")))
+            step_with(LIMITS)
+        assert graphs.prepared is None and graphs.obstacle == "OutOfMemoryError: no room"
+        step_with(LIMITS)
+        assert graphs.prepared is not None and not graphs.obstacle
         monkeypatch.setattr(step_graphs, "captured", mock.Mock(side_effect=torch.OutOfMemoryError("no room")))
-        torch.testing.assert_close(model.step(STEPS[1]), expected, rtol=0, atol=0)
-        assert not graphs.graphs and graphs.obstacle == "OutOfMemoryError: no room"
-        model = Model(config, run)
-        graphs.obstacle = ""
-        monkeypatch.setattr(step_graphs, "_memory", mock.Mock(side_effect=torch.OutOfMemoryError("no room")))
-        torch.testing.assert_close(model.step(STEPS[1]), expected, rtol=0, atol=0)
-        assert not graphs.graphs and graphs.obstacle == "OutOfMemoryError: no room"
+        step_with(None)
+        assert graphs.prepared is None and not graphs.graphs and graphs.obstacle == "OutOfMemoryError: no room"
     assert not made
 
 

@@ -32,6 +32,8 @@ LEAST_GAIN = 0.01
 
 _FLASH_ATTENTION = 3
 
+Run = Callable[[Sequence[Any]], tuple[Any, ...]]
+"""Runs a step, given its arguments."""
 Timed = Callable[[Callable[[int], None], int], float]
 
 
@@ -123,6 +125,7 @@ class StepGraph:
         self._attention = attention
         self._graph: Any = None
         self._results: tuple[Any, ...] = ()
+        self.first_results: tuple[Any, ...] = ()
         for number, _ in rows:
             self.arguments[number] = arguments[number].clone()
 
@@ -151,6 +154,13 @@ class StepGraph:
             self.arguments[number].narrow(dim, 0, tokens).copy_(arguments[number])
         for one in self._attention:
             one.fill(context.attn_metadata[one.layer])
+
+    def run_on_own_memory(self, run: Run, context: Any) -> tuple[Any, ...]:
+        """The step that this graph's memory holds, uncaptured."""
+        from vllm.forward_context import override_forward_context
+
+        with override_forward_context(self.context_of(context)):
+            return run(self.arguments)
 
     def capture(self, run: Callable[[], tuple[Any, ...]]) -> None:
         """Capture ``run``, which reads this graph's memory."""
@@ -188,7 +198,8 @@ class StepGraphs:
     Attributes:
         low, high: The fewest and the most tokens of a long step.
         rows: As for :class:`StepGraph`.
-        limits: While they are set, a step is captured.
+        limits: While they are set, the step that runs gets memory for a graph.
+        prepared: The graph that has got memory. The next step of its size is captured.
         obstacle: Why the last step that was to be captured was not.
     """
 
@@ -197,6 +208,7 @@ class StepGraphs:
     rows: tuple[tuple[int, int], ...]
     graphs: dict[int, StepGraph] = field(default_factory=dict)
     limits: Limits | None = None
+    prepared: StepGraph | None = None
     obstacle: str = ""
 
     def of(self, tokens: int) -> StepGraph | None:
@@ -207,38 +219,45 @@ class StepGraphs:
         graph = self.graphs[min(fitting)]
         return graph if graph.serves(get_forward_context()) else None
 
-    def capture(self, run: Callable[[Sequence[Any]], tuple[Any, ...]], arguments: Sequence[Any], tokens: int) -> Any:
-        """Run the step of ``tokens`` tokens by ``run(arguments)``, and capture it.
-
-        If only this rank fails to capture it, no other rank waits: it has its results by then.
-        """
-        from vllm.forward_context import override_forward_context
-
-        context = get_forward_context()
-        assert self.limits is not None
+    def prepare(self, run: Run, arguments: Sequence[Any], tokens: int) -> tuple[Any, ...]:
+        """Run the step of ``tokens`` tokens by ``run(arguments)``, on memory for a graph if there is room for it."""
+        context, graph = get_forward_context(), None
         try:
-            attention = _memory(context, tokens, self.limits)
-            if attention is None:
-                self.obstacle = "attention is not FlashAttention 3's, or its steps are of another kind"
-                return run(arguments)
-            graph = StepGraph(tokens, arguments, self.rows, attention)
-            graph.fill(arguments, tokens, context)
+            graph = self._with_memory(arguments, tokens, context)
         except RuntimeError as error:
             self.obstacle = f"{type(error).__name__}: {error}"
+        self.prepared = graph
+        if graph is None:
             return run(arguments)  # the same calls as the other ranks make
+        graph.first_results = graph.run_on_own_memory(run, context)  # allocates what the kernels need
+        return graph.first_results
 
-        def run_on_own_memory() -> tuple[Any, ...]:
-            with override_forward_context(graph.context_of(context)):
-                return run(graph.arguments)
+    def capture(self, run: Run, tokens: int) -> tuple[Any, ...]:
+        """Capture the prepared step. Nothing runs: the results are those of its first run.
 
-        results = run_on_own_memory()  # allocates what the kernels need
+        vLLM's ranks exchange addresses when a capture ends, so all of them must come here.
+        """
+        graph, self.prepared, context = self.prepared, None, get_forward_context()
+        assert graph is not None and graph.tokens == tokens
         try:
-            graph.capture(run_on_own_memory)
+            graph.capture(lambda: graph.run_on_own_memory(run, context))
         except RuntimeError as error:
             self.obstacle = f"{type(error).__name__}: {error}"
         else:
             self.graphs[tokens] = graph
+        results, graph.first_results = graph.first_results, ()
         return results
+
+    def _with_memory(self, arguments: Sequence[Any], tokens: int, context: Any) -> StepGraph | None:
+        """A graph with memory for the step; None if the step is of a kind that is not known."""
+        assert self.limits is not None
+        attention = _memory(context, tokens, self.limits)
+        if attention is None:
+            self.obstacle = "attention is not FlashAttention 3's, or its steps are of another kind"
+            return None
+        graph = StepGraph(tokens, arguments, self.rows, attention)
+        graph.fill(arguments, tokens, context)
+        return graph
 
 
 of_models: list[StepGraphs] = []
@@ -291,6 +310,9 @@ def _capture(
             run(size)
         finally:
             graphs.limits = None
+        if not slowest(float(graphs.prepared is None)):
+            run(size)  # is captured
+        graphs.prepared = None
         if slowest(float(size not in graphs.graphs)):
             graphs.graphs.pop(size, None)
             return [*said, f"{size} tokens can't be captured, {graphs.obstacle or 'by another rank'}"]

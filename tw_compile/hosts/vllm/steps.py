@@ -61,7 +61,9 @@ def dispatch(steps: Steps, parts: Parts, otherwise: Callable[..., Any], whole: P
         for low, high, run in runs:
             if low <= tokens <= high:
                 if graphs.limits is not None:
-                    return graphs.capture(partial(finished, run), arguments, tokens)
+                    return graphs.prepare(partial(finished, run), arguments, tokens)
+                if graphs.prepared is not None:
+                    return graphs.capture(partial(finished, run), tokens)
                 graph = graphs.of(tokens)
                 if graph is not None:
                     return graph.run(arguments, tokens)
