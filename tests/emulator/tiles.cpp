@@ -34,8 +34,11 @@ static void complete_cluster_sync(Warp& warp) {
   std::vector<Warp*>& warps = cta_at(cta, 0).cluster_warps;
   warps.push_back(&warp);
   if (warps.size() * 32 < cta.launch->cluster * cta.launch->block) return;
-  for (uint32_t i = uint32_t(machine->copies.size()); i-- > 0;)
-    if (!machine->copies[i].bytes && machine->copies[i].word.empty() && machine->copies[i].cta->serial - first < cta.launch->cluster) machine->copy_step(i);
+  for (uint32_t i = uint32_t(machine->copies.size()); i-- > 0;) {
+    const Copy& copy = machine->copies[i];
+    const bool arrival = !copy.bytes && copy.word.empty();
+    if (arrival && copy.cta->serial - first < cta.launch->cluster) machine->copy_step(i);
+  }
   for (uint32_t rank = 0; rank < cta.launch->cluster; ++rank) {
     Cta& one = cta_at(cta, rank);
     std::vector<Warp*> own;

@@ -63,7 +63,7 @@ def __getattr__(name: str) -> Any:
 def operators_are_watched() -> bool:
     """Whether a mode sees the operators that are called now, as torch's own does in the first call of compiled code.
 
-    That one came with torch 2.10. It compares what custom operators return with what they were given.
+    That one compares what custom operators return with what they were given.
     """
     return torch._C._len_torch_dispatch_stack() > 0
 

@@ -35,8 +35,8 @@
 // has added to each of these rows. So such a call is one launch, with its GEMM between it and the next launch.
 //
 // Set by definitions, beside those of row.cuh, wire.cuh and EPILOGUE: FED, WORLD_SIZE, THREADS, CTAS_PER_SM (the registers must
-// allow it), CLUSTER, ONE_SHOT, RESIDUAL_SHARDED, RESIDUAL_OUT, SPIN_LIMIT (polls before a thread gives up; 0: never), PREFETCH. A
-// one-shot rank computes all rows, so its residual is not sharded.
+// allow it), CLUSTER, ONE_SHOT, RESIDUAL_SHARDED, RESIDUAL_OUT, SPIN_LIMIT (polls before a thread gives up; 0: never),
+// PREFETCH. A one-shot rank computes all rows, so its residual is not sharded.
 
 #include "epilogue.cuh"
 #include "wire.cuh"
@@ -107,7 +107,8 @@ using KeptRow = Exact<RESIDUAL_OUT_TYPE>;
 inline constexpr uint32_t TURN_BYTES =
     PEERS *
     (SumRow::ROW_BYTES + (!PUBLISHES ? 0 : ResultRow::ROW_BYTES + (RESIDUAL_OUT == ALL_ROWS ? KeptRow::ROW_BYTES : 0)));
-inline constexpr uint32_t CLEARED_A_TURN = (TURN_BYTES + ROW_THREADS * 16 - 1) / (ROW_THREADS * 16);  // 16-byte vectors of each thread
+// 16-byte vectors of each thread.
+inline constexpr uint32_t CLEARED_A_TURN = (TURN_BYTES + ROW_THREADS * 16 - 1) / (ROW_THREADS * 16);
 
 // Peer number `step` (0 .. PEERS-1) after `rank`; a row from there lies in section `step` of this rank's inbox, and this
 // rank's rows lie in section `PEERS - 1 - step` of that peer's.
@@ -198,9 +199,9 @@ DEVICE void add_up(float (&h)[8], const Eight<T>& own, const InCodes<BITS> (&got
 
 // Adds up numbers of the threads of a row. Two sets of numbers in shared memory take turns.
 //
-// In a cluster each warp sends its sum to all CTAs, where an mbarrier of the set counts the bytes. A CTA's warps send the sums of
-// a row when they have those of the row before. So whoever has all sums of a row may send those of the next row of the same set:
-// nobody reads or awaits the set's earlier sums any more. Sums come from all CTAs before any of them ends.
+// In a cluster each warp sends its sum to all CTAs, where an mbarrier of the set counts the bytes. A CTA's warps send the sums
+// of a row when they have those of the row before. So whoever has all sums of a row may send those of the next row of the same
+// set: nobody reads or awaits the set's earlier sums any more. Sums come from all CTAs before any of them ends.
 struct RowSum {
 #if CLUSTER > 1
   uint64_t* barriers;  // [2]

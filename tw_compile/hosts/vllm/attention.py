@@ -203,8 +203,8 @@ direct_register_custom_op(
 def _directly(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`attend_half`, out of sight of a mode that watches operators.
 
-    torch watches the operators of compiled code's first call, and FlashAttention's do not work while watched: of the four
-    tensors that they return, two may be undefined. The dispatcher shows a mode this operator alone.
+    torch watches the operators of compiled code's first call, and FlashAttention 3's fails while watched. We believe that the
+    reason are undefined tensors among those that it returns. The dispatcher shows a mode this operator alone.
     """
     if compat.operators_are_watched():
         return torch.ops.tw_compile.vllm_attention_half.default(*arguments)

@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -128,27 +128,36 @@ def _pass_that_asks_for_graphs(worker: Any) -> Any:
 
 
 def _capture_long_steps(worker: Any, engine: Engine | None) -> None:
-    """:func:`step_graphs.capture_long_steps`. As for :func:`choose_ways`, an error that all ranks have costs one line."""
+    """:func:`step_graphs.capture_long_steps`. An error costs what it costs :func:`choose_ways`."""
     obstacle = "the pass does not know its engine" if engine is None else engine.graphs_obstacle()
     if obstacle is not None:
         logger.warning("tw_compile: no long steps as CUDA graphs: %s", obstacle)
         return
+
+    def undo() -> None:
+        for graphs in of_models:
+            graphs.graphs.clear()
+
+    with _trial("no long steps as CUDA graphs", undo):
+        capture_long_steps(worker, steps_of(worker), milliseconds)
+
+
+@contextmanager
+def _trial(failure: str, undo: Callable[[], None]) -> Iterator[None]:
+    """Steps that run inside leave random numbers as they were. An error undoes what was found, and costs one line.
+
+    Errors that one rank alone may have, ``RuntimeError``, are raised. In strict mode all are.
+    """
     try:
-        with _same_random_numbers():
-            capture_long_steps(worker, steps_of(worker), milliseconds)
+        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
+            yield
     except RuntimeError:
         raise
     except Exception as error:
-        for graphs in of_models:
-            graphs.graphs.clear()
+        undo()
         if strict():
             raise
-        logger.warning("tw_compile: no long steps as CUDA graphs: %s: %s", type(error).__name__, error)
-
-
-def _same_random_numbers() -> AbstractContextManager[None]:
-    """Whatever runs inside, the random numbers behind it are those that it would have found."""
-    return torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_initialized() else [])
+        logger.warning("tw_compile: %s: %s: %s", failure, type(error).__name__, error)
 
 
 def choose_ways(worker: Any) -> None:
@@ -166,21 +175,17 @@ def choose_ways(worker: Any) -> None:
     begun, group = time.perf_counter(), get_tp_group()
     if group.world_size != dist.get_world_size():
         return  # ranks of pipeline or data parallelism, with ranges of their own, need not be here at the same time
-    try:
-        with _same_random_numbers():
-            for tried in tried_ranges:
-                whole_ms, split_ms = _timed(tried, steps_of(worker), lambda own: agree.gather(own, group.cpu_group))
-                tried.split_from = split_from(tried, whole_ms, split_ms)
-                if group.rank_in_group == 0:
-                    logger.info("tw_compile: %s", line(tried, whole_ms, split_ms, time.perf_counter() - begun))
-    except RuntimeError:
-        raise
-    except Exception as error:
+
+    def undo() -> None:
         for tried in tried_ranges:
             tried.split_from = tried.high + 1
-        if strict():
-            raise
-        logger.warning("tw_compile: steps stay whole that were not timed: %s: %s", type(error).__name__, error)
+
+    with _trial("steps stay whole that were not timed", undo):
+        for tried in tried_ranges:
+            whole_ms, split_ms = _timed(tried, steps_of(worker), lambda own: agree.gather(own, group.cpu_group))
+            tried.split_from = split_from(tried, whole_ms, split_ms)
+            if group.rank_in_group == 0:
+                logger.info("tw_compile: %s", line(tried, whole_ms, split_ms, time.perf_counter() - begun))
 
 
 def split_from(tried: Tried, whole_ms: Sequence[float], split_ms: Sequence[float]) -> int:
