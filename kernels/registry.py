@@ -85,6 +85,7 @@ class Benchmarked:
         quantises: Whether the results are float8.
         scales: What gets a scale of its own, made from the results: each ``token``, or each ``group`` of 128 columns. Empty:
             the call is given one scale.
+        on_request: Whether it takes part only where ``--only`` names it.
     """
 
     label: str
@@ -93,8 +94,9 @@ class Benchmarked:
     in_slot: bool = False
     quantises: bool = False
     scales: Literal["", "token", "group"] = ""
+    on_request: bool = False
 
     @property
     def plain(self) -> bool:
-        """Whether it runs the calls that tables of kernels are for: results are ordinary tensors and not quantised."""
-        return not (self.in_slot or self.quantises)
+        """Whether tables of kernels are made from it: results are ordinary tensors, not quantised, and nothing is forced."""
+        return not (self.in_slot or self.quantises or self.on_request)

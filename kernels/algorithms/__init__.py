@@ -8,14 +8,14 @@ from __future__ import annotations
 from tw_compile.kernels.algorithms.entry import AlgorithmEntry
 from tw_compile.kernels.algorithms.host import entries as host
 from tw_compile.kernels.algorithms.multimem.entries import MULTIMEM
-from tw_compile.kernels.algorithms.push.entries import CLUSTERS, FED, ONE_SHOT, TWO_SHOT
+from tw_compile.kernels.algorithms.push.entries import FED, FORCED, ONE_SHOT, TWO_SHOT
 from tw_compile.kernels.algorithms.stream.entries import STREAM
 from tw_compile.kernels.algorithms.two_shot.entries import SERVES_ALL
 from tw_compile.kernels.registry import Registry
 
 ALGORITHMS: Registry[AlgorithmEntry] = Registry(
     "algorithm",
-    (ONE_SHOT, TWO_SHOT, CLUSTERS, FED, STREAM, MULTIMEM, SERVES_ALL, host.WORDS, host.ONE_SHOT, host.TWO_SHOT),
+    (ONE_SHOT, TWO_SHOT, *FORCED, FED, STREAM, MULTIMEM, SERVES_ALL, host.WORDS, host.ONE_SHOT, host.TWO_SHOT),
 )
 
 

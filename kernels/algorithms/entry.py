@@ -52,7 +52,6 @@ class AlgorithmEntry:
         scales: Whether it computes the scales of float8 results from the rows. Only such algorithms serve calls that need this.
         prefetches: Whether it can prefetch weights (``prefetch.py``).
         feeds: Whether it leaves it to a GEMM to exchange the rows of a result. It serves no other calls.
-        tuned: Whether calibrations and tunings time it. A kernel that no GPU has run yet is timed by ``bench kernel`` alone.
         profile: The key under ``fused`` of device profiles for which ``tw-compile tune`` measures this algorithm; None: no key.
         benchmarked: Its lines in ``tw-compile bench kernel``; tables are made from the first plain one.
         checked: How checks on GPUs run it.
@@ -74,7 +73,6 @@ class AlgorithmEntry:
     scales: bool = False
     prefetches: bool = False
     feeds: bool = False
-    tuned: bool = True
     profile: str | None = None
     benchmarked: tuple[Benchmarked, ...] = ()
     checked: tuple[Checked, ...] = ()

@@ -67,7 +67,7 @@ def run_multimem(
 
 SHARDED = Form(residual="sharded", residual_out="sharded", residual_dtype=FP32)
 ONE_SHOT, TWO_SHOT = partial(run_push, one_shot=True), partial(run_push, one_shot=False)
-CLUSTERS = partial(run_push, one_shot=True, cluster=2)
+CLUSTERS, TWO_SHOT_CLUSTERS = (partial(run_push, one_shot=one_shot, cluster=2) for one_shot in (True, False))
 MEETING, NO_MEETING = "meet_peers(p.pads, p.status, epoch + {0}, p.rank, {0}, BLOCK)", "barrier_sync(0, BLOCK)"
 PRIVATE, IN_SLOT = run_stream, partial(run_stream, in_slot=True)
 BY_PEERS = partial(run_multimem, by_peers=True)
@@ -97,6 +97,11 @@ PUSH: dict[str, tuple[Run, str, str]] = {
     "waits for another row's sums": (CLUSTERS, "phase ^= next;", ""),
     "rows of clusters share an mbarrier": (CLUSTERS, "barriers + next;", "barriers;"),
     "does not wait for sums of the cluster": (CLUSTERS, "while (!mbarrier_try_wait(barrier, phase))", "while (false)"),
+    "CTAs take all columns of another number": (
+        TWO_SHOT_CLUSTERS,
+        "behind = local - BEHIND * stride",
+        "behind = local - ctas",
+    ),
     "a CTA gets no sums": (CLUSTERS, "thread % 32 < CLUSTER", "thread % 32 < CLUSTER - 1"),
     "CTAs of a cluster have rows of their own": (CLUSTERS, "p.begin + blockIdx.x / CLUSTER", "p.begin + blockIdx.x"),
     "a cluster's first CTA hands the state on": (CLUSTERS, "== (uint32_t)ctas - 1", "== (uint32_t)stride - 1"),

@@ -73,10 +73,11 @@ def test_push_gives_what_the_operator_asks_for(form: str, one_shot: bool) -> Non
 
 
 @pytest.mark.full
+@ONE_AND_TWO_SHOT
 @pytest.mark.parametrize("form", FORMS)
-def test_clusters_give_what_the_operator_asks_for(form: str) -> None:
+def test_clusters_give_what_the_operator_asks_for(form: str, one_shot: bool) -> None:
     for seed, (world_size, cluster) in enumerate(((2, 2), (3, 4))):
-        machine = push(world_size, 264, FORMS[form], True, seed, threads=32, cluster=cluster, resident=cluster * 3)
+        machine = push(world_size, 264, FORMS[form], one_shot, seed, threads=32, cluster=cluster, resident=cluster * 3)
         for tokens, max_sms in ((5, 8), (1, 4), (7, 12), (MOST_TOKENS, 4)):
             machine.call(tokens, max_sms)
         machine.run()
@@ -97,21 +98,23 @@ def test_stream_gives_what_the_operator_asks_for(form: str, private_output: bool
 # --- many calls, many schedules --------------------------------------------------------------------------------------
 
 
+@ONE_AND_TWO_SHOT
 @pytest.mark.parametrize("cluster", [2, 4])
-def test_calls_of_clusters_follow_each_other(cluster: int) -> None:
+def test_calls_of_clusters_follow_each_other(cluster: int, one_shot: bool) -> None:
     for seed in range(4):
         world_size, resident = 2 + seed % 3, cluster * (1 + seed)
-        machine = push(world_size, 264, WHOLE, True, seed, threads=32, cluster=cluster, resident=resident)
+        machine = push(world_size, 264, WHOLE, one_shot, seed, threads=32, cluster=cluster, resident=resident)
         random_calls(machine, seed, 8)
         machine.run()
 
 
-def test_clusters_have_the_bits_of_single_ctas() -> None:
+@ONE_AND_TWO_SHOT
+def test_clusters_have_the_bits_of_single_ctas(one_shot: bool) -> None:
     """As many threads hold a row in the same way, and partial sums are added in the same order."""
     xs = partial_sums(3, 5, 264, BF16, 7)
     results = []
     for cluster in (1, 2, 4):
-        machine = push(3, 264, WHOLE, True, 7, threads=128 // cluster, cluster=cluster, resident=8)
+        machine = push(3, 264, WHOLE, one_shot, 7, threads=128 // cluster, cluster=cluster, resident=8)
         call = machine.call(5, 8, xs=xs)
         machine.run()
         results.append(call.outputs())

@@ -314,6 +314,7 @@ def test_engines_together_take_turns_in_an_order_that_alternates(vllm: Path) -> 
     ]
     runs = warm_up + timed
     assert told(diary, "begin", "end") == [[word, *run] for run in runs for word in ("begin", "end")]
+    assert sorted(told(diary, "measure")) == [["measure", name, "0"] for name in ("fuse", "off", "off-nccl")]
     assert len(told(diary, "left")) == 3 and not running(diary)
 
 

@@ -29,7 +29,13 @@ WITH_BARRIERS: dict[str, Callable[[], BarrierKernel]] = {
     "multimem": Multimem,
     "emulated_multimem": partial(Multimem, emulated=True),
 }
-KINDS = ("one_shot", "one_shot_clusters", "two_shot", "stream", "stream_in_slot", *MULTIMEM, "emulated_multimem")
+PUSHES = {
+    "one_shot": Push(True),
+    "one_shot_clusters": Push(True, cluster=4),
+    "two_shot": Push(False),
+    "two_shot_clusters": Push(False, cluster=4),
+}
+KINDS = (*PUSHES, "stream", "stream_in_slot", *MULTIMEM, "emulated_multimem")
 MOST_STACK_BYTES = 128
 """Of rows up to 8192: a few addresses, where a CTA of 1024 threads leaves 64 registers to each. Rows would need far more."""
 
@@ -72,14 +78,13 @@ def program_of(
     """What the algorithm loads for the request; an in-slot result is not copied back, nor is in-slot ``x`` staged."""
     patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (arch, 0))
     state: Any = SimpleNamespace(world_size=world_size, device=torch.device("cuda", 0), rank=0, multimem=True)
-    if kind in ("one_shot", "one_shot_clusters"):
+    if kind.startswith("one_shot"):
         whole: dict[str, Any] = {"residual_sharded": False}
         if asked.residual_out == "sharded":
             whole["residual_out"] = "replicated"
-        algorithm = Push(True) if kind == "one_shot" else Push(True, cluster=4)
-        return algorithm.program(replace_fields(asked, **whole), state, 0)
-    if kind == "two_shot":
-        return Push(False).program(asked, state, 0)
+        asked = replace_fields(asked, **whole)
+    if kind in PUSHES:
+        return PUSHES[kind].program(asked, state, 0)
     algorithm = WITH_BARRIERS[kind.removesuffix("_in_slot")]()
     asked = replace_fields(asked, results_in_slot=kind.endswith("_in_slot"))
     assert algorithm.obstacle(asked, state) is None

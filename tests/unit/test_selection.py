@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tw_compile.kernels.algorithms import ALGORITHMS
-from tw_compile.kernels.algorithms.push.push import Push
+from tw_compile.kernels.algorithms.push.sharing_push import SharingPush
 from tw_compile.kernels.algorithms.stream.stream import Stream
 from tw_compile.kernels.algorithms.two_shot.two_shot import TwoShot
 from tw_compile.kernels.collective.algorithm import Algorithm
@@ -34,14 +34,21 @@ def message(nbytes: int, overlap_sms: int = 0) -> Any:
 def refused(monkeypatch: pytest.MonkeyPatch) -> set[type[Algorithm]]:
     """Kinds that serve nothing."""
     kinds: set[type[Algorithm]] = set()
-    for kind in (Push, Stream):
+    for kind in (SharingPush, Stream):
         monkeypatch.setattr(kind, "obstacle", lambda self, request, state: "no" if type(self) in kinds else None)
     return kinds
 
 
 @pytest.mark.parametrize(
     ("nbytes", "kind", "sms"),
-    [(1, Push, 8), (100, Push, 8), (101, Push, 16), (1000, Push, 16), (1001, Stream, 4), (10**9, Stream, 4)],
+    [
+        (1, SharingPush, 8),
+        (100, SharingPush, 8),
+        (101, SharingPush, 16),
+        (1000, SharingPush, 16),
+        (1001, Stream, 4),
+        (10**9, Stream, 4),
+    ],
 )
 def test_steps_go_by_bytes_and_the_last_serves_the_rest(
     refused: set[type[Algorithm]], nbytes: int, kind: type[Algorithm], sms: int
@@ -53,9 +60,9 @@ def test_steps_go_by_bytes_and_the_last_serves_the_rest(
 @pytest.mark.parametrize(
     ("serving_nothing", "kinds"),
     [
-        (set(), [Push, Push, Push, Stream]),  # one-shot's second choice is the two-shot push
-        ({Push}, [Push, Push, TwoShot, Push, Stream]),
-        ({Stream}, [Push, Push, Push, Stream, TwoShot]),
+        (set(), [SharingPush, SharingPush, SharingPush, Stream]),  # one-shot's second choice is the two-shot push
+        ({SharingPush}, [SharingPush, SharingPush, TwoShot, SharingPush, Stream]),
+        ({Stream}, [SharingPush, SharingPush, SharingPush, Stream, TwoShot]),
     ],
 )
 def test_alternatives_are_all_that_a_table_may_choose(
@@ -70,7 +77,7 @@ def test_without_a_table_there_are_no_alternatives() -> None:
 
 
 def test_what_an_algorithm_cannot_serve_is_done_two_shot(refused: set[type[Algorithm]]) -> None:
-    refused |= {Push, Stream}
+    refused |= {SharingPush, Stream}
     for nbytes in (1, 500, 5000):
         assert isinstance(Selector(STEPS).choose(message(nbytes), STATE), TwoShot)
     assert isinstance(Insist(Stream()).choose(message(1), STATE), TwoShot)
@@ -81,7 +88,7 @@ def test_beside_other_work_the_first_that_can_serves_all_sizes(
     refused: set[type[Algorithm]], steps: tuple[Step, ...]
 ) -> None:
     selector = Selector(steps)
-    for kind in (Stream, Push, TwoShot):
+    for kind in (Stream, SharingPush, TwoShot):
         chosen = {selector.choose(message(nbytes, overlap_sms=8), STATE) for nbytes in (1, 500, 10**9)}
         assert [type(one) for one in chosen] == [kind], "more than one kernel to load before capture"
         assert all(one.sms(10**6, 4) == 32 for one in chosen), "a limit of its own below that of the request"
@@ -89,9 +96,11 @@ def test_beside_other_work_the_first_that_can_serves_all_sizes(
 
 
 def test_small_messages_without_the_whole_residual_are_pushed_two_shot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Push, "obstacle", lambda self, request, state: "no" if self.name == "push_one_shot" else None)
+    monkeypatch.setattr(
+        SharingPush, "obstacle", lambda self, request, state: "no" if self.name == "push_one_shot" else None
+    )
     chosen = Selector(STEPS).choose(message(1), STATE)
-    assert isinstance(chosen, Push) and chosen.name == "push_two_shot" and chosen.sms(10**6, 4) == 8
+    assert isinstance(chosen, SharingPush) and chosen.name == "push_two_shot" and chosen.sms(10**6, 4) == 8
 
 
 def test_unmeasured_devices_take_the_two_shot_kernel() -> None:
@@ -201,7 +210,7 @@ def test_a_wire_goes_to_the_kernel_that_has_it(
 
 def test_without_a_kernel_for_it_rows_travel_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
-    for chooser in (Selector(STEPS), Insist(Push(False))):
+    for chooser in (Selector(STEPS), Insist(SharingPush(False))):
         settled = chooser.settled(coded("int6"), STATE)
         assert settled == replace(coded("int6"), x=settled.x, wire="exact")
         assert isinstance(chooser.choose(settled, STATE), TwoShot)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 
 from tw_compile.hosts.vllm import step_graphs
@@ -105,6 +108,37 @@ def test_an_error_ends_the_capture(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_step_is_padded_by_a_third_at_most(low: int, high: int, sizes: list[int]) -> None:
     assert step_graphs.sizes_of(low, high) == sizes
+
+
+def test_the_faster_of_two_ways_is_kept() -> None:
+    """Split steps gain from 1000 tokens on."""
+    engine, way = Engine(), [""]
+    captured: dict[int, list[str]] = {}
+
+    @contextmanager
+    def inside(name: str) -> Iterator[None]:
+        way[0] = name
+        yield
+        way[0] = ""
+
+    def timed(tokens: int) -> float:
+        graph = next((graph for size, graph in engine.graphs.graphs.items() if graph.least <= tokens <= size), None)
+        if graph is None:
+            return max(tokens / 50, 40.0)
+        return tokens / 100 * (1000 / tokens if graph.first_results == ("split",) else 1.0)
+
+    def run(tokens: int) -> None:
+        prepared = engine.graphs.prepared
+        Engine.run(engine, tokens)
+        if prepared is not None:
+            captured.setdefault(tokens, []).append(way[0])
+            engine.graphs.graphs[tokens].first_results = (way[0],)
+
+    engine.graphs.ways = lambda tokens: [inside("split"), inside("whole")]
+    step_graphs._capture(engine.graphs, LIMITS, run, timed, lambda value: value)
+    kept = {size: graph.first_results[0] for size, graph in engine.graphs.graphs.items()}
+    assert kept == {768: "whole", 1024: "split", 1536: "split", 2048: "split", 3072: "split", 4096: "split"}
+    assert list(captured.values()) == [["split", "whole"]] * 6 and way == [""]
 
 
 def test_a_model_of_short_steps_has_one_size(monkeypatch: pytest.MonkeyPatch) -> None:

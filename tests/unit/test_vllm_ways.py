@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tw_compile.hosts.vllm import ways
+from tw_compile.hosts.vllm.step_graphs import StepGraph, StepGraphs
 from tw_compile.hosts.vllm.ways import Tried, split_from
 
 
@@ -125,6 +126,16 @@ def test_a_runner_without_the_options_leaves_steps_whole_with_one_line(
     monkeypatch.setenv("TW_COMPILE_STRICT", "1")
     with pytest.raises(TypeError, match="_dummy_run"):
         ways.choose_ways(worker)
+
+
+def test_measuring_again_drops_what_was_captured(tried: Tried, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, graphs = Worker(tried, monkeypatch), StepGraphs(1000, 3000, ())
+    graphs.graphs[3000] = StepGraph(3000, (), (), [])
+    monkeypatch.setattr(ways, "of_models", [graphs])
+    monkeypatch.setattr(ways, "_pass_that_asks_for_graphs", lambda worker: None)
+    tried.split_from = 1
+    ways.measure(worker)
+    assert not graphs.graphs and tried.split_from == 2200
 
 
 def test_nothing_runs_where_other_ranks_need_not_come(tried: Tried, monkeypatch: pytest.MonkeyPatch) -> None:

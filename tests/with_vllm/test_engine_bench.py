@@ -123,7 +123,7 @@ def test_the_worker_has_what_the_extension_reads_and_nothing_of_its_names(folder
 
     assert callable(Worker.get_model)
     own = {name for name in dir(WorkerExtension) if not name.startswith("__")}
-    assert own == {"tw_compile_randomise", "tw_compile_facts"} and not own & set(dir(Worker))
+    assert own == {"tw_compile_randomise", "tw_compile_facts", "tw_compile_measure"} and not own & set(dir(Worker))
 
 
 @pytest.mark.usefixtures("groups")

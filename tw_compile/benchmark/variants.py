@@ -47,6 +47,7 @@ class Variant:
         norm: See :attr:`Contender.norm`.
         gemm_columns, prefetch_bytes: See :attr:`Contender.gemm_columns`.
         needs_multicast: Whether it runs only with NVLink multicast.
+        on_request: Whether it takes part only where ``--only`` names it.
     """
 
     label: str
@@ -65,6 +66,7 @@ class Variant:
     gemm_columns: int = 0
     prefetch_bytes: int = 0
     needs_multicast: bool = False
+    on_request: bool = False
 
 
 def _named(name: str) -> Callable[[int | None], Transport]:
@@ -102,7 +104,7 @@ def alone_over(transport: str) -> list[Variant]:
     They are the kernels that tables can name, and the kernel that serves all other messages, which tables need not name.
     """
     listed = [variant for variant in variants("cuda") if variant.over == transport]
-    named = [variant for variant in listed if variant.algorithm is not None and ALGORITHMS[variant.algorithm].tuned]
+    named = [variant for variant in listed if variant.algorithm is not None]
     last = next((entry for entry in ALGORITHMS if entry.serves_all and entry.transport == transport), None)
     whole = next((variant for variant in listed if variant.algorithm is None), None)
     if last is None or last.benchmarked or whole is None:
@@ -136,6 +138,7 @@ def _variant(line: Benchmarked, over: str, transport: Callable[[int | None], Tra
         hidden_scale=FP8_SCALE if line.quantises and not line.scales else None,
         scales=line.scales,
         narrow=line.narrow,
+        on_request=line.on_request,
     )
 
 
@@ -196,7 +199,8 @@ def before_gemms(exact: Sequence[Variant], columns: Iterable[int], prefetch: Seq
 def taking_part(spec: BenchSpec) -> tuple[Variant, ...]:
     """The variants of ours for the wires, the norms and the matmuls of ``spec``."""
     ours = OURS if spec.device == "cuda" else OURS_ON_CPU
-    return (*by_norms(by_wires(ours, spec.wires), spec.norms), *before_gemms(ours, spec.gemms, spec.prefetch))
+    listed = (*by_norms(by_wires(ours, spec.wires), spec.norms), *before_gemms(ours, spec.gemms, spec.prefetch))
+    return tuple(variant for variant in listed if not variant.on_request or variant.label in spec.only)
 
 
 def check(spec: BenchSpec) -> None:

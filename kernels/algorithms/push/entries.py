@@ -6,10 +6,11 @@ from tw_compile.kernels.algorithms.entry import AlgorithmEntry, Checked
 from tw_compile.kernels.registry import Benchmarked
 
 _PUSH = "tw_compile.kernels.algorithms.push.push:Push"
+_SHARING = "tw_compile.kernels.algorithms.push.sharing_push:SharingPush"
 
 ONE_SHOT = AlgorithmEntry(
     "push_one_shot",
-    _PUSH,
+    _SHARING,
     (("one_shot", True),),
     sms=128,
     most_sms=128,
@@ -20,24 +21,12 @@ ONE_SHOT = AlgorithmEntry(
     benchmarked=(Benchmarked("tw-push-one-shot", sharded=False),),
     checked=(Checked("push_one_shot", beside=False),),
 )
-CLUSTERS = AlgorithmEntry(
-    "push_one_shot_clusters",
-    _PUSH,
-    (("one_shot", True), ("cluster", 4)),
-    sms=128,
-    most_sms=128,
-    needs_whole_residual=True,
-    instead="push_two_shot",
-    tuned=False,
-    benchmarked=(Benchmarked("tw-push-one-shot-clusters", sharded=False),),
-    checked=(Checked("push_one_shot_clusters", beside=False),),
-)
 FED = AlgorithmEntry(
     "push_fed", "tw_compile.kernels.algorithms.push.fed_push:FedPush", sms=128, most_sms=128, feeds=True
 )
 TWO_SHOT = AlgorithmEntry(
     "push_two_shot",
-    _PUSH,
+    _SHARING,
     (("one_shot", False),),
     sms=128,
     most_sms=128,
@@ -54,4 +43,27 @@ TWO_SHOT = AlgorithmEntry(
         Benchmarked("tw-push-two-shot-fp8-group", sharded=True, quantises=True, scales="group"),
     ),
     checked=(Checked("push_two_shot"),),
+)
+
+
+def _forced(name: str, one_shot: bool, cluster: int) -> AlgorithmEntry:
+    """One way of :class:`SharingPush` for all messages: what it chooses by their rows can be timed and checked against it."""
+    return AlgorithmEntry(
+        name,
+        _PUSH,
+        (("one_shot", one_shot), ("cluster", cluster)),
+        sms=128,
+        most_sms=128,
+        needs_whole_residual=one_shot,
+        instead="push_two_shot" if one_shot else None,
+        benchmarked=(Benchmarked("tw-" + name.replace("_", "-"), sharded=not one_shot, on_request=True),),
+        checked=(Checked(name, beside=False),) if cluster > 1 else (),
+    )
+
+
+FORCED = (
+    _forced("push_one_shot_ctas", True, 1),
+    _forced("push_one_shot_clusters", True, 4),
+    _forced("push_two_shot_ctas", False, 1),
+    _forced("push_two_shot_clusters", False, 4),
 )

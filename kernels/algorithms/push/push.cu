@@ -2,10 +2,11 @@
 // word shows by itself that it has arrived (the Lamport style of NCCL's LL and TensorRT-LLM's all_reduce). No barrier.
 //
 // one-shot (ONE_SHOT=1): every rank pushes all its rows to all peers, and computes every row itself, all in the same
-//   order: (N-1) x M on the links, one hop. CLUSTER CTAs may share a row: each has a part of its columns, and tells the others
-//   of its cluster what the part adds to the row's statistics. A CTA's SM limits how fast a long row goes in and out.
+//   order: (N-1) x M on the links, one hop.
 // two-shot: every rank pushes each row to its owner, the owner computes it and pushes the result to all peers:
 //   2(N-1)/N x M on the links, two hops.
+// CLUSTER CTAs may share a row: each has a part of its columns, and tells the others of its cluster what the part adds to the
+// row's statistics. A CTA's SM limits how fast a long row goes in and out.
 //
 // Why this is correct
 // -------------------
@@ -84,7 +85,7 @@ struct PushParams {
 static_assert(!FED || (!ONE_SHOT && RESIDUAL_OUT != ALL_ROWS && !ResultRow::CODED), "owners' rows alone, as they are");
 static_assert(!ONE_SHOT || (!RESIDUAL_SHARDED && RESIDUAL_OUT != OWN_ROWS), "one-shot needs and gives all rows");
 static_assert(!ONE_SHOT || !SumRow::CODED, "only owners of rows read codes");
-static_assert(CLUSTER == 1 || (ONE_SHOT && SCALE_COLUMNS == 0), "CTAs share rows that need nothing else of them");
+static_assert(CLUSTER == 1 || (!FED && SCALE_COLUMNS == 0 && !SumRow::CODED && !ResultRow::CODED), "not what CTAs share");
 #if CLUSTER > 1 && PREFETCH
 #error "CTAs that prefetch would be in clusters, too"
 #endif

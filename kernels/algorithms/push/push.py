@@ -78,7 +78,8 @@ class Push(RowKernel):
     overlap, all CTAs of all but one of these calls must be resident, on every rank (``kernels/runtime/barrier.py``). Choose
     ``max_sms`` for that. Messages that would need more than :data:`MOST_INBOX_BYTES` take several launches.
 
-    With ``cluster`` above 1, clusters of so many CTAs share rows (one-shot only). Then a whole cluster must be resident.
+    With ``cluster`` above 1, clusters of so many CTAs share rows, which travel as they are. Then a whole cluster must be
+    resident.
     """
 
     source = Path(__file__).with_name("push.cu")
@@ -92,7 +93,7 @@ class Push(RowKernel):
         name = "push_one_shot" if one_shot else "push_two_shot"
         super().__init__(name if cluster == 1 else f"{name}_clusters", one_shot, max_sms)
         self._cluster = cluster
-        self.prefetches = cluster == 1
+        self.wires = self.prefetches = cluster == 1
 
     def obstacle(self, request: Request, state: GroupState) -> str | None:
         """See :class:`Algorithm`."""

@@ -30,7 +30,8 @@ def run(job: dict[str, Any], driver: socket.socket) -> dict[str, Any]:
     turns, and how long an engine has been idle depends on its place. In one round the first and the last engine wait for the
     others' turns at the trace before, and in the next round for those at this trace. The engines in the middle wait for some
     turns of both in every round. vLLM's workers stop polling after one second. The time to wake them would be in the time to
-    the first token.
+    the first token. Engines that were started together have disturbed what each measured at its start. So each measures again
+    in its first turn.
     """
     begin = time.monotonic()
     from vllm import LLM
@@ -42,9 +43,11 @@ def run(job: dict[str, Any], driver: socket.socket) -> dict[str, Any]:
     warm = warm_trace(traces, job["arguments"]["max_num_batched_tokens"])
     prompts = {trace: prompt_tokens(trace, job["vocabulary"], job["seed"]) for trace in (*traces, warm)}
     results: dict[Trace, dict[str, Any]] = {trace: {"rounds": []} for trace in traces}
-    for number, trace in turns(traces, job["repeats"]):
+    for place, (number, trace) in enumerate(turns(traces, job["repeats"])):
         if not await_turn(driver):
             break
+        if place == 0 and job["together"]:
+            llm.collective_rpc("tw_compile_measure")
         if number > 0:
             _once(llm, warm, prompts[warm])
         outputs, times = _once(llm, trace, prompts[trace])

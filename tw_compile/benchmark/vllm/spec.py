@@ -300,6 +300,7 @@ def job(engine: EngineStart, spec: VllmSpec, vocabulary: int) -> dict[str, Any]:
         "seed": spec.seed,
         "dtype": spec.dtype,
         "vocabulary": vocabulary,
+        "together": spec.together,
     }
 
 

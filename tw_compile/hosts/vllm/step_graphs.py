@@ -15,8 +15,10 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -198,6 +200,7 @@ class StepGraphs:
     Attributes:
         low, high: The fewest and the most tokens of a long step.
         rows: As for :class:`StepGraph`.
+        ways: For a number of tokens: what such a step has to run inside of, for each way in which it was compiled.
         limits: While they are set, the step that runs gets memory for a graph.
         prepared: The graph that has got memory. The next step of its size is captured.
         obstacle: Why the last step that was to be captured was not.
@@ -206,6 +209,7 @@ class StepGraphs:
     low: int
     high: int
     rows: tuple[tuple[int, int], ...]
+    ways: Callable[[int], Sequence[AbstractContextManager[None]]] = lambda tokens: (nullcontext(),)
     graphs: dict[int, StepGraph] = field(default_factory=dict)
     limits: Limits | None = None
     prepared: StepGraph | None = None
@@ -305,20 +309,18 @@ def _capture(
     before = graphs.low, timed(graphs.low)
     for size in sizes_of(graphs.low, graphs.high):
         uncaptured = size, timed(size)
-        graphs.limits = limits
-        try:
-            run(size)
-        finally:
-            graphs.limits = None
-        if not slowest(float(graphs.prepared is None)):
-            run(size)  # is captured
-        graphs.prepared = None
-        if slowest(float(size not in graphs.graphs)):
-            graphs.graphs.pop(size, None)
-            return [*said, f"{size} tokens can't be captured, {graphs.obstacle or 'by another rank'}"]
-        graph = graphs.graphs[size]
-        graph.least = size
-        replayed = timed(size)
+        captured = []
+        for way in graphs.ways(size):
+            with way:
+                _capture_step(graphs, limits, run, size, slowest)
+            graph = graphs.graphs.pop(size, None)
+            if slowest(float(graph is None)):
+                return [*said, f"{size} tokens can't be captured, {graphs.obstacle or 'by another rank'}"]
+            assert graph is not None
+            graphs.graphs[size], graph.least = graph, size
+            captured.append((timed(size), graph))
+        replayed, graph = min(captured, key=itemgetter(0))  # all ranks have the slowest one's times
+        graphs.graphs[size] = graph
         graph.least = least_tokens(before, uncaptured, replayed)
         if graph.least > size:
             del graphs.graphs[size]
@@ -326,6 +328,20 @@ def _capture(
         said.append(f"{graph.least} to {size} tokens, {replayed:.1f} ms and not {uncaptured[1]:.1f}")
         before = uncaptured
     return said
+
+
+def _capture_step(
+    graphs: StepGraphs, limits: Limits, run: Callable[[int], None], size: int, slowest: Callable[[float], float]
+) -> None:
+    """Give the step memory, and capture it if all ranks have room for it."""
+    graphs.limits = limits
+    try:
+        run(size)
+    finally:
+        graphs.limits = None
+    if not slowest(float(graphs.prepared is None)):
+        run(size)  # is captured
+    graphs.prepared = None
 
 
 def sizes_of(low: int, high: int) -> list[int]:

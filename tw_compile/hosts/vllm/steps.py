@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -49,7 +50,14 @@ def dispatch(steps: Steps, parts: Parts, otherwise: Callable[..., Any], whole: P
     runs = [(low, high, compiled(of_range)) for (low, high), of_range in parts.items()]
     both = {ends: (Tried(*ends), compiled(of_range)) for ends, of_range in whole.items()}
     tried_ranges.extend(tried for tried, _ in both.values())
-    graphs = StepGraphs(runs[0][0], runs[-1][1], steps.rows)
+
+    def ways(tokens: int) -> list[AbstractContextManager[None]]:
+        for tried, _ in both.values():
+            if tried.low <= tokens <= tried.high:
+                return [tried.forced(split) for split in (True, False)]
+        return [nullcontext()]
+
+    graphs = StepGraphs(runs[0][0], runs[-1][1], steps.rows, ways)
     of_models.append(graphs)
 
     def finished(run: Callable[..., Any], arguments: Sequence[Any]) -> Any:
@@ -60,6 +68,12 @@ def dispatch(steps: Steps, parts: Parts, otherwise: Callable[..., Any], whole: P
         tokens = arguments[steps.argument]
         for low, high, run in runs:
             if low <= tokens <= high:
+                if (low, high) in both:
+                    tried, whole_run = both[low, high]
+                    if not tried.prepared and profiles_memory():
+                        tried.prepared = True
+                        finished(run, arguments)
+                    run = run if tokens >= tried.split_from else whole_run
                 if graphs.limits is not None:
                     return graphs.prepare(partial(finished, run), arguments, tokens)
                 if graphs.prepared is not None:
@@ -67,12 +81,6 @@ def dispatch(steps: Steps, parts: Parts, otherwise: Callable[..., Any], whole: P
                 graph = graphs.of(tokens)
                 if graph is not None:
                     return graph.run(arguments, tokens)
-                if (low, high) in both:
-                    tried, whole_run = both[low, high]
-                    if not tried.prepared and profiles_memory():
-                        tried.prepared = True
-                        finished(run, arguments)
-                    run = run if tokens >= tried.split_from else whole_run
                 return finished(run, arguments)
         return otherwise(*arguments)
 

@@ -87,6 +87,15 @@ class Tried:
         """The numbers of tokens that are timed."""
         return sorted({self.low, (self.low + self.high) // 2, self.high})
 
+    @contextmanager
+    def forced(self, split: bool) -> Iterator[None]:
+        """Inside, all steps of the range are split, or none."""
+        before, self.split_from = self.split_from, self.low if split else self.high + 1
+        try:
+            yield
+        finally:
+            self.split_from = before
+
 
 tried_ranges: list[Tried] = []
 """Those of this process' model, in the order of its ranges, which is the same on all ranks."""
@@ -100,21 +109,25 @@ def profiles_memory() -> bool:
 
 
 def measure_behind_warm_up() -> None:
-    """Have :func:`choose_ways` follow the warm-up of each worker of this process, as ``measuring.py`` does behind loading.
-
-    Then long steps are captured, if that is asked for.
-    """
+    """Have :func:`measure` follow the warm-up of each worker of this process, as ``measuring.py`` does behind loading."""
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     def compile_or_warm_up_model(self: Any, *args: Any, **named: Any) -> Any:
         result = self.worker.compile_or_warm_up_model(*args, **named)
-        choose_ways(self.worker)
-        if of_models and (asking := _pass_that_asks_for_graphs(self.worker)) is not None:
-            _capture_long_steps(self.worker, asking.engine)
+        measure(self.worker)
         return result
 
     if "compile_or_warm_up_model" not in vars(WorkerWrapperBase):
         WorkerWrapperBase.compile_or_warm_up_model = compile_or_warm_up_model
+
+
+def measure(worker: Any) -> None:
+    """:func:`choose_ways`. Then capture long steps, if that is asked for. What an earlier call chose and captured is dropped."""
+    for graphs in of_models:
+        graphs.graphs.clear()
+    choose_ways(worker)
+    if of_models and (asking := _pass_that_asks_for_graphs(worker)) is not None:
+        _capture_long_steps(worker, asking.engine)
 
 
 def _pass_that_asks_for_graphs(worker: Any) -> Any:
@@ -223,9 +236,8 @@ def _timed(
     """Milliseconds of a whole and of a split step of each size, on the slowest rank."""
     own = []
     for split in (False, True):
-        for tokens in tried.sizes():
-            tried.split_from = tried.low if split else tried.high + 1
-            own.append(milliseconds(run, tokens))
+        with tried.forced(split):
+            own += [milliseconds(run, tokens) for tokens in tried.sizes()]
     slowest = [max(times) for times in zip(*gather(own), strict=True)]
     return slowest[: len(own) // 2], slowest[len(own) // 2 :]
 

@@ -1,0 +1,111 @@
+"""When CTAs of push share rows: where a call has so few that each CTA of a cluster has an SM of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tw_compile.kernels.algorithms import ALGORITHMS
+from tw_compile.kernels.algorithms.push.push import Push
+from tw_compile.kernels.algorithms.push.sharing_push import SharingPush
+from tw_compile.kernels.collective.spec import NormSpec, Request
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+
+
+def request(tokens: int, hidden_size: int = 8192, **more: Any) -> Request:
+    norm = NormSpec(
+        eps=1e-5,
+        weight_offset=0.0,
+        cast_before_weight=None,
+        scale=1.0,
+        hidden_dtype=BF16,
+        residual_dtype=BF16,
+    )
+    x = torch.zeros(tokens, hidden_size, dtype=BF16)
+    made = Request(x, x.clone(), None, torch.zeros(hidden_size, dtype=BF16), norm, False, "replicated", "", 0)
+    return replace(made, **more)
+
+
+def state(world_size: int = 4) -> Any:
+    return SimpleNamespace(world_size=world_size, device=torch.device("cuda", 0), rank=0)
+
+
+@pytest.mark.parametrize(
+    ("one_shot", "world_size", "tokens", "shared"),
+    [
+        (True, 4, 1, True),
+        (True, 4, 32, True),
+        (True, 4, 33, False),  # 132 CTAs on 128 SMs
+        (False, 4, 128, True),  # 32 rows on each rank
+        (False, 4, 129, False),
+        (False, 2, 64, True),
+        (False, 2, 65, False),
+    ],
+)
+def test_rows_are_shared_while_every_cta_has_an_sm(one_shot: bool, world_size: int, tokens: int, shared: bool) -> None:
+    algorithm = SharingPush(one_shot)
+    assert algorithm.shares(request(tokens), state(world_size)) is shared
+    rows = tokens if one_shot else -(-tokens // world_size)
+    assert algorithm.sms(tokens, world_size) == (4 * rows if shared else rows)
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"overlap_sms": 16}, "other work has the other SMs"),
+        ({"prefetch": [torch.zeros(1)], "prefetch_bytes": 1}, "other SMs prefetch"),
+        ({"wire": "int8"}, "codes are made for groups of columns"),
+    ],
+)
+def test_rows_are_not_shared(changed: dict[str, Any], why: str) -> None:
+    algorithm = SharingPush(False)
+    assert algorithm.shares(request(1), state())
+    assert not algorithm.shares(request(1, **changed), state()), why
+
+
+def test_short_rows_and_few_sms_are_not_shared() -> None:
+    assert not SharingPush(True).shares(request(1, 1016), state())
+    assert SharingPush(True).shares(request(1, 1024), state())
+    assert not SharingPush(True, 4).shares(request(2), state())
+    assert SharingPush(True, 4).shares(request(1), state())
+
+
+def test_scales_and_small_devices_are_left_to_one_cta(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = request(1)
+    scaled = replace(asked, norm=replace(asked.norm, hidden_dtype=torch.float8_e4m3fn, scale_columns=8192))
+    assert not SharingPush(True).shares(scaled, state())
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=16))
+    assert not SharingPush(True).shares(asked, state())
+
+
+@pytest.mark.parametrize("one_shot", [True, False])
+def test_what_shares_is_launched_by_clusters_and_both_are_loaded(
+    monkeypatch: pytest.MonkeyPatch, one_shot: bool
+) -> None:
+    """All sizes must be loaded before a capture, whichever size comes first."""
+    launched: list[tuple[str, str]] = []
+    monkeypatch.setattr(Push, "launch", lambda self, *rest: launched.append(("launch", self.name)))
+    monkeypatch.setattr(Push, "prepare", lambda self, *rest: launched.append(("prepare", self.name)))
+    algorithm, name = SharingPush(one_shot), "push_one_shot" if one_shot else "push_two_shot"
+    algorithm.prepare(request(4096), state(), 0)
+    for tokens in (8, 4096):
+        algorithm.launch(request(tokens), state(), None, 0)  # type: ignore[arg-type]
+    clusters = f"{name}_clusters"
+    assert launched == [("prepare", name), ("prepare", clusters), ("launch", clusters), ("launch", name)]
+
+
+def test_both_ways_can_be_forced() -> None:
+    for name in ("push_one_shot", "push_two_shot"):
+        assert type(ALGORITHMS[name].make()) is SharingPush
+        assert type(ALGORITHMS[f"{name}_ctas"].make()) is type(ALGORITHMS[f"{name}_clusters"].make()) is Push
