@@ -36,11 +36,17 @@ DEVICE RowStatistics of_lanes(const RowStatistics& part, float count) {
   return {count, all.sum, warp_sum(part.squares + apart * apart * part.count)};
 }
 
-// Whether all threads of a group have equally many elements. These numbers are then known at compile time.
-inline constexpr bool EVEN = RowPart<THREADS>::EXACT;
+// The threads that have a row: of a group, or of all CTAs of a cluster that share rows.
+#ifdef CLUSTER
+inline constexpr int THREADS_OF_ROW = CLUSTER * THREADS;
+#else
+inline constexpr int THREADS_OF_ROW = THREADS;
+#endif
+// Whether all of them have equally many elements. These numbers are then known at compile time.
+inline constexpr bool EVEN = RowPart<THREADS_OF_ROW>::EXACT;
 
 DEVICE RowStatistics warp_sum(const RowStatistics& part) {
-  return of_lanes(part, EVEN ? 32.0f * HIDDEN / THREADS : warp_sum(part.count));
+  return of_lanes(part, EVEN ? 32.0f * HIDDEN / THREADS_OF_ROW : warp_sum(part.count));
 }
 
 // Puts together the parts of a row's warps. Each lane takes the part of one warp.

@@ -76,8 +76,10 @@ def test_push_gives_what_the_operator_asks_for(form: str, one_shot: bool) -> Non
 @ONE_AND_TWO_SHOT
 @pytest.mark.parametrize("form", FORMS)
 def test_clusters_give_what_the_operator_asks_for(form: str, one_shot: bool) -> None:
-    for seed, (world_size, cluster) in enumerate(((2, 2), (3, 4))):
-        machine = push(world_size, 264, FORMS[form], one_shot, seed, threads=32, cluster=cluster, resident=cluster * 3)
+    # Rows of which some threads have more than others, and rows of which all have as much.
+    for seed, (world_size, cluster, hidden_size) in enumerate(((2, 2, 264), (3, 4, 264), (2, 2, 512), (2, 4, 1024))):
+        given = {"threads": 32, "cluster": cluster, "resident": cluster * 3}
+        machine = push(world_size, hidden_size, FORMS[form], one_shot, seed, **given)
         for tokens, max_sms in ((5, 8), (1, 4), (7, 12), (MOST_TOKENS, 4)):
             machine.call(tokens, max_sms)
         machine.run()
