@@ -116,7 +116,7 @@ class Config:
     split: str = "auto"
     split_gemm_sms: str = "auto"
     vllm_layer_groups: int = 1
-    vllm_step_graphs: str = "off"
+    vllm_step_graphs: str = "auto"
     device_profile: str = "auto"
     wire: str = EXACT
     wire_sites: str = "all"

@@ -63,7 +63,7 @@ CHANGED: dict[str, Any] = {
     "split": "512",
     "split_gemm_sms": "off",
     "vllm_layer_groups": 0,
-    "vllm_step_graphs": "auto",
+    "vllm_step_graphs": "off",
     "device_profile": "H200",
     "wire": "int8",
     "wire_sites": "mlp",

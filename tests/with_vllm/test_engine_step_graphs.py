@@ -217,20 +217,20 @@ def worker_of(config: Any, tokens: list[int]) -> Any:
     return Worker()
 
 
+CAPTURING = {"compilation": {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [8]}}
+
+
 @pytest.mark.parametrize(
     ("options", "arguments", "said"),
     [
-        (
-            {"vllm_step_graphs": "auto"},
-            {},
-            "long steps as CUDA graphs: 128 tokens can't be captured, no step of a model",
-        ),
-        ({"vllm_step_graphs": "auto"}, {"enable_lora": True}, "no long steps as CUDA graphs: a step's adapters decide"),
-        ({}, {}, None),
+        ({}, CAPTURING, "long steps as CUDA graphs: 128 tokens can't be captured, no step of a model"),
+        ({}, CAPTURING | {"enable_lora": True}, "no long steps as CUDA graphs: a step's adapters decide"),
+        ({}, {}, "no long steps as CUDA graphs: vLLM captures none"),
+        ({"vllm_step_graphs": "off"}, CAPTURING, None),
     ],
-    ids=["asked", "adapters", "not asked"],
+    ids=["by default", "adapters", "no graphs at all", "off"],
 )
-def test_the_warm_up_captures_where_that_is_asked(
+def test_the_warm_up_captures_by_default(
     options: dict[str, str],
     arguments: dict[str, Any],
     said: str | None,

@@ -23,10 +23,9 @@ EXTENSION = "tw_compile.benchmark.vllm.worker.WorkerExtension"
 FUSE, SPLIT = "fuse", "fuse+split"
 WIRE_MIN_BYTES = 2**20
 """Messages from this size on have the wire of a variant, over any transport. A decode step's are smaller, and stay exact."""
-GEMMS_APART, GRAPHS = "fuse-gemms-apart", "fuse+split-graphs"
-_ON_REQUEST = (GEMMS_APART, GRAPHS)
-"""Variants that are timed only if ``--only`` names them."""
-"""This variant takes part only where ``--only`` names it. Beside ``fuse`` it shows what joined GEMMs gain."""
+GEMMS_APART, NO_GRAPHS = "fuse-gemms-apart", "fuse+split-no-graphs"
+_ON_REQUEST = (GEMMS_APART, NO_GRAPHS)
+"""Variants that take part only where ``--only`` names them: they show what joined GEMMs gain, and graphs of long steps."""
 OTHER_ALL_REDUCE = "off-nccl"
 """This control is left out where peer access is left unused: all variants then have its all_reduce."""
 
@@ -72,7 +71,7 @@ VARIANTS = (
     EngineVariant("fuse-pieces", "ours", _ON, _options(split="off", vllm_layer_groups=0)),
     EngineVariant(GEMMS_APART, "ours", _ON, _options(split="off", disable_passes="join_gemms")),
     EngineVariant(SPLIT, "ours", _ON, _options(split="auto")),
-    EngineVariant(GRAPHS, "ours", _ON, _options(split="auto", vllm_step_graphs="auto")),
+    EngineVariant(NO_GRAPHS, "ours", _ON, _options(split="auto", vllm_step_graphs="off")),
     EngineVariant(f"{SPLIT}-pieces", "ours", _ON, _options(split="auto", vllm_layer_groups=0)),
     EngineVariant(OTHER_ALL_REDUCE, "control", arguments={"disable_custom_all_reduce": True}),
     # NCCL sums large messages anyway. For these, only another order of NCCL's sums is another all_reduce.

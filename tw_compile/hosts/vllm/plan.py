@@ -118,6 +118,7 @@ class Engine:
     def graphs_obstacle(self) -> str | None:
         """Why long steps are not captured as CUDA graphs, in words; None if nothing in the configuration speaks against it."""
         reasons = (
+            (not self.captured_tokens, "vLLM captures none"),
             (self.lora, "a step's adapters decide what is launched"),
             (self.kv_transfer, "a connector waits for layers"),
             (self.context_parallel, "each rank has a part of the keys"),

@@ -32,6 +32,9 @@ logger = logging.getLogger("vllm.tw_compile")
 LEAST_GAIN = 0.01
 """The part of its time that a step must gain. A graph keeps memory."""
 
+LEAST_FREE_BYTES = 2**30
+"""A graph is captured only where so much of the GPU's memory is free. vLLM does not count what it takes."""
+
 _FLASH_ATTENTION = 3
 
 Run = Callable[[Sequence[Any]], tuple[Any, ...]]
@@ -253,8 +256,11 @@ class StepGraphs:
         return results
 
     def _with_memory(self, arguments: Sequence[Any], tokens: int, context: Any) -> StepGraph | None:
-        """A graph with memory for the step; None if the step is of a kind that is not known."""
+        """A graph with memory for the step; None if there is not enough, or the step is of a kind that is not known."""
         assert self.limits is not None
+        if torch.cuda.is_initialized() and (free := torch.cuda.mem_get_info()[0]) < LEAST_FREE_BYTES:
+            self.obstacle = f"{free / 2**20:.0f} MiB of memory are free, and 1 GiB should be"
+            return None
         attention = _memory(context, tokens, self.limits)
         if attention is None:
             self.obstacle = "attention is not FlashAttention 3's, or its steps are of another kind"

@@ -122,7 +122,7 @@ def measure_behind_warm_up() -> None:
 
 
 def measure(worker: Any) -> None:
-    """:func:`choose_ways`. Then capture long steps, if that is asked for. What an earlier call chose and captured is dropped."""
+    """:func:`choose_ways`, and then capture long steps if that is asked for. What an earlier call found is dropped."""
     for graphs in of_models:
         graphs.graphs.clear()
     choose_ways(worker)
@@ -144,7 +144,7 @@ def _capture_long_steps(worker: Any, engine: Engine | None) -> None:
     """:func:`step_graphs.capture_long_steps`. An error costs what it costs :func:`choose_ways`."""
     obstacle = "the pass does not know its engine" if engine is None else engine.graphs_obstacle()
     if obstacle is not None:
-        logger.warning("tw_compile: no long steps as CUDA graphs: %s", obstacle)
+        logger.info("tw_compile: no long steps as CUDA graphs: %s", obstacle)
         return
 
     def undo() -> None:
