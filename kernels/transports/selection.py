@@ -58,9 +58,9 @@ double the bytes from each peer, but save the time of a fence."""
 _HOST_ONE_SHOT_BYTES = 2**21
 _PUSH_ONE_SHOT_BYTES = 2_344_687
 """For two ranks. More ranks use one-shot as long as its additional bytes take no longer than two-shot's second hop."""
-_SECOND_HOP_BYTES = 556_000
+_SECOND_HOP_BYTES = 375_000
 """Bytes that an NVLink link moves in the time of the second hop. Computed from the size where both are equally fast on four
-H200."""
+H100."""
 UNLIMITED = 2**62
 
 
@@ -241,8 +241,8 @@ def steps_for(device_name: str, world_size: int, transport: str = P2P) -> tuple[
 def default_steps(transport: str, world_size: int) -> tuple[Step, ...]:
     """Steps for devices that nobody has measured: the kernels that were fastest on measured devices.
 
-    One-shot waits once where two-shot waits twice, but all ranks receive and compute all rows. Over peer memory (2 and 4 H200,
-    2 H100) this pays for short messages. With more ranks the messages must be shorter. Through host memory (2 H100) two ranks
+    One-shot waits once where two-shot waits twice, but all ranks receive and compute all rows. Over peer memory (2 H200, 2 and 4
+    H100) this pays for short messages. With more ranks the messages must be shorter. Through host memory (2 H100) two ranks
     gain from one-shot as long as the message is short; more ranks never gain.
 
     If the kernel of a step can't run on the device, the kernel that serves all messages takes its place.
@@ -273,8 +273,8 @@ def up_to_bytes_of_whole(step: Step, following: Step | None) -> int:
 
     One-shot ends where its further bytes take as long as two-shot's second hop. Of a message it moves ``n - 1``, two-shot
     ``2 (1 - 1 / n)``, or half as much again with the residual. So ``(n - 1) (1 - 2 / n)`` further messages become
-    ``(n - 1) (1 - 3 / n)``. On four H200, two-shot takes 12.1 us for 1 MiB, and 15.0 with the whole residual, where one-shot
-    takes 14.2 (``benchmarks/results/2026-11-22-4xh200-kernel-tp4.csv``).
+    ``(n - 1) (1 - 3 / n)``. On four H200, before clusters shared rows, two-shot took 12.1 us for 1 MiB, and 15.0 with the whole
+    residual, where one-shot took 14.2 (``benchmarks/results/2026-11-22-4xh200-kernel-tp4.csv``).
     """
     second = None if following is None else ALGORITHMS[following.algorithm].two_whole
     if step.world_size <= 3 or second != step.algorithm:

@@ -275,7 +275,7 @@ of_models: list[StepGraphs] = []
 
 
 def capture_long_steps(worker: Any, run: Callable[[int], None], timed: Timed) -> None:
-    """Capture long steps with all ranks, from the shortest size on, as long as the slowest rank gains.
+    """Capture long steps with all ranks, from the shortest size on, as long as all have room. Keep those that gain.
 
     ``run`` runs a step of so many tokens, ``timed(run, tokens)`` says how many milliseconds it takes.
     """
@@ -330,8 +330,9 @@ def _capture(
         graph.least = least_tokens(before, uncaptured, replayed)
         if graph.least > size:
             del graphs.graphs[size]
-            return [*said, f"nothing gained by {size} tokens, {replayed:.1f} and {uncaptured[1]:.1f} ms"]
-        said.append(f"{graph.least} to {size} tokens, {replayed:.1f} ms and not {uncaptured[1]:.1f}")
+            said.append(f"nothing gained by {size} tokens, {replayed:.1f} and {uncaptured[1]:.1f} ms")
+        else:
+            said.append(f"{graph.least} to {size} tokens, {replayed:.1f} ms and not {uncaptured[1]:.1f}")
         before = uncaptured
     return said
 
