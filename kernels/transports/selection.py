@@ -241,8 +241,8 @@ def steps_for(device_name: str, world_size: int, transport: str = P2P) -> tuple[
 def default_steps(transport: str, world_size: int) -> tuple[Step, ...]:
     """Steps for devices that nobody has measured: the kernels that were fastest on measured devices.
 
-    One-shot waits once where two-shot waits twice, but all ranks receive and compute all rows. Over peer memory (2 H200, 2 and 4
-    H100) this pays for short messages. With more ranks the messages must be shorter. Through host memory (2 H100) two ranks
+    One-shot waits once where two-shot waits twice, but all ranks receive and compute all rows. Over peer memory (2 H200, 2 and
+    4 H100) this pays for short messages. With more ranks the messages must be shorter. Through host memory (2 H100) two ranks
     gain from one-shot as long as the message is short; more ranks never gain.
 
     If the kernel of a step can't run on the device, the kernel that serves all messages takes its place.
