@@ -16,7 +16,7 @@ from gpu.checks.transports import Factors, Subject, Work, finished
 
 from tw_compile import compat
 from tw_compile.harness.problems import Context, Form, Problem, Results, make_problem
-from tw_compile.kernels.algorithms.push.push import Push
+from tw_compile.kernels.algorithms.push.sharing_push import SharingPush
 from tw_compile.kernels.algorithms.stream.stream import Stream
 from tw_compile.kernels.algorithms.two_shot.two_shot import TwoShot
 from tw_compile.kernels.collective.algorithm import Algorithm
@@ -288,7 +288,7 @@ def run_check_of_other_steps(rank: int, prepared: tuple[str, ...]) -> Context:
         return SimpleNamespace(replay=lambda: None), results
 
     with ExitStack() as stack:
-        for kind in (Push, Stream, TwoShot):
+        for kind in (SharingPush, Stream, TwoShot):
             stack.enter_context(mock.patch.object(kind, "prepare", prepare))
             stack.enter_context(mock.patch.object(kind, "launch", start))
         stack.enter_context(mock.patch.object(P2PTransport, "group_state", lambda *_: state))
@@ -306,8 +306,8 @@ def run_check_of_other_steps(rank: int, prepared: tuple[str, ...]) -> Context:
 @pytest.mark.parametrize(
     ("prepared", "failures"),
     [
-        (("Push", "Stream", "TwoShot"), []),
-        (("Push", "TwoShot"), ["loaded in capture: 1 CUDA kernels, Triton kernels []"]),
+        (("SharingPush", "Stream", "TwoShot"), []),
+        (("SharingPush", "TwoShot"), ["loaded in capture: 1 CUDA kernels, Triton kernels []"]),
     ],
 )
 def test_kernels_that_are_loaded_in_capture_are_a_failure(

@@ -74,7 +74,9 @@ def test_rows_are_not_shared(changed: dict[str, Any], why: str) -> None:
     assert not algorithm.shares(request(1, **changed), state()), why
 
 
-def test_short_rows_and_few_sms_are_not_shared() -> None:
+def test_short_and_long_rows_and_few_sms_are_not_shared() -> None:
+    assert SharingPush(True).shares(request(1, 8192), state())
+    assert not SharingPush(True).shares(request(1, 8200), state())
     assert not SharingPush(True).shares(request(1, 1016), state())
     assert SharingPush(True).shares(request(1, 1024), state())
     assert not SharingPush(True, 4).shares(request(2), state())

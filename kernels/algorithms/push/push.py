@@ -27,6 +27,8 @@ from tw_compile.kernels.collective.wires import WIRES
 PARTS = 3
 MOST_INBOX_BYTES = 256 * 2**20
 _PART_ALIGNMENT = 128
+MOST_SHARED_COLUMNS = 32 * 32 * VECTOR
+"""Of a row that a cluster shares: 32 warps have a vector in each lane, and a lane for each warp adds up what they find."""
 
 
 class PushParams(Structure):
@@ -104,6 +106,8 @@ class Push(RowKernel):
     def _row_obstacle(self, request: Request) -> str | None:
         if self._cluster > 1 and request.norm.scale_columns:
             return "scales are made by one CTA for a row"
+        if self._cluster > 1 and request.x.shape[1] > MOST_SHARED_COLUMNS:
+            return f"clusters share rows of up to {MOST_SHARED_COLUMNS} columns"
         if self._cluster > 1 and cluster_size(self._cluster, request.x.device) == 1:
             return "the device is too small for clusters"
         return super()._row_obstacle(request)

@@ -21,7 +21,7 @@ from gpu.checks.transports import ALGORITHMS, Counting, Subject, finished, subje
 from tw_compile import compat
 from tw_compile.environment import SPIN_LIMIT
 from tw_compile.harness.problems import Context, Form, Problem, Results, expect_right, make_problem
-from tw_compile.kernels.algorithms.push.push import Push
+from tw_compile.kernels.algorithms.push.sharing_push import SharingPush
 from tw_compile.kernels.algorithms.stream.stream import Stream
 from tw_compile.kernels.algorithms.two_shot.two_shot import TwoShot
 from tw_compile.kernels.collective.spec import Request
@@ -289,7 +289,8 @@ def other_steps_are_loaded_before_capture(ctx: Context) -> None:
     """Sizes that are new in capture, each served by another kernel of a table: the first message like them loaded them all."""
     transport, row_bytes = P2PTransport(), 1536 * 2  # of no other check, so nothing for it is loaded yet
     sizes = {"push_one_shot": 4, "push_two_shot": 40, "stream": 300, "two_shot": 1000}
-    steps = [Step(ctx.world_size, tokens * row_bytes, name, 8) for name, tokens in sizes.items()]
+    sms = {"push_one_shot": 128, "push_two_shot": 128}  # clusters share the rows of short messages then
+    steps = [Step(ctx.world_size, tokens * row_bytes, name, sms.get(name, 8)) for name, tokens in sizes.items()]
     state = transport.group_state(ctx.group_name, ctx.device)
     state.selector = Selector(steps)
     for tokens in sizes.values():
@@ -299,7 +300,7 @@ def other_steps_are_loaded_before_capture(ctx: Context) -> None:
     expect_right(ctx, first, finished(transport.start(first.request(ctx))), "before capture")
     requests = [problem.request(ctx) for problem in problems]
     chosen = [type(state.selector.choose(request, state)) for request in requests]
-    ctx.expect(chosen == [Push, Stream, TwoShot], f"served by {chosen}")
+    ctx.expect(chosen == [SharingPush, Stream, TwoShot], f"served by {chosen}")
 
     def start_in_slot(request: Request) -> Results:
         buffer = transport.message_buffer(request)
