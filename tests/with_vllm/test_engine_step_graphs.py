@@ -39,6 +39,7 @@ STEPS = (
     [paged.Request(11, 10), paged.Request(0, 2), paged.Request(1, 1)],  # half 2 has nothing
 )
 LIMITS = Limits(requests=6, length=MAX_TOKENS)
+SMALLER = 48
 
 
 class Again:
@@ -148,6 +149,23 @@ def test_padded_steps_of_other_requests_have_the_same_bits(results: Any, made: l
     assert made[0].replays == sum(sum(one.query for one in requests) >= graphs.low for requests in STEPS) == 4
     memory = graphs.graphs[SIZE].arguments
     assert all(len(memory[number]) == SIZE for number, _ in graphs.rows)
+
+
+def test_graphs_of_two_sizes_run_in_turn_with_one_block_table(results: Any, made: list[Again]) -> None:
+    model, graphs, outputs, caches = results
+    for step in range(2):
+        graphs.limits = LIMITS if not step else None
+        graphs.graphs.pop(SMALLER, None)
+        model.step([paged.Request(SIZE - SMALLER, SMALLER)])  # as many blocks as the other graph has
+    graphs.graphs[SMALLER].least = 0
+    model.reset()
+    for number, requests in enumerate(STEPS):
+        torch.testing.assert_close(model.step(requests), outputs[number], rtol=0, atol=0)
+        for one, other in zip(model.caches(), caches[number], strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+    assert all(one.replays for one in made)
+    tables = [one.metadata.block_table for size in (SMALLER, SIZE) for one in graphs.graphs[size]._attention]
+    assert len({table.data_ptr() for table in tables}) == 1 and len(tables) == 2
 
 
 @pytest.mark.parametrize(

@@ -82,8 +82,12 @@ class _Attention:
         self.slots[tokens:].fill_(-1)
 
 
-def _memory(context: Any, tokens: int, limits: Limits) -> list[_Attention] | None:
-    """Memory for the metadata of steps of up to ``tokens`` tokens; None if the context has others than are known."""
+def _memory(context: Any, tokens: int, limits: Limits, tables: dict[str, torch.Tensor]) -> list[_Attention] | None:
+    """Memory for the metadata of steps of up to ``tokens`` tokens; None if the context has others than are known.
+
+    ``tables``: block tables, by the layer that names them. Graphs run one at a time and write theirs before, so they share
+    them: with long contexts and many requests a table is the largest part.
+    """
     from tw_compile.hosts.vllm.attention import is_plain
 
     if not isinstance(context.attn_metadata, dict) or not all(map(is_plain, context.attn_metadata.values())):
@@ -96,6 +100,9 @@ def _memory(context: Any, tokens: int, limits: Limits) -> list[_Attention] | Non
     for layer, metadata in of_layers.values():
         requests = min(limits.requests, tokens)
         slots = metadata.slot_mapping.new_full((tokens,), -1)
+        width = metadata.block_table.shape[1]
+        if layer not in tables or tables[layer].shape[1] != width:
+            tables[layer] = metadata.block_table.new_zeros((limits.requests, width))
         own = copy(metadata)
         vars(own).update(
             num_actual_tokens=tokens,
@@ -103,7 +110,7 @@ def _memory(context: Any, tokens: int, limits: Limits) -> list[_Attention] | Non
             max_seq_len=limits.length,
             query_start_loc=metadata.query_start_loc.new_zeros(requests + 1),
             seq_lens=metadata.seq_lens.new_zeros(requests),
-            block_table=metadata.block_table.new_zeros((requests, metadata.block_table.shape[1])),
+            block_table=tables[layer][:requests],
             slot_mapping=slots,
         )
         for name, value in (("scheduler_metadata", None), ("max_num_splits", 1)):
@@ -205,6 +212,7 @@ class StepGraphs:
         rows: As for :class:`StepGraph`.
         ways: For a number of tokens: what such a step has to run inside of, for each way in which it was compiled.
         limits: While they are set, the step that runs gets memory for a graph.
+        tables: Block tables that all graphs share, see ``_memory``.
         prepared: The graph that has got memory. The next step of its size is captured.
         obstacle: Why the last step that was to be captured was not.
     """
@@ -215,6 +223,7 @@ class StepGraphs:
     ways: Callable[[int], Sequence[AbstractContextManager[None]]] = lambda tokens: (nullcontext(),)
     graphs: dict[int, StepGraph] = field(default_factory=dict)
     limits: Limits | None = None
+    tables: dict[str, torch.Tensor] = field(default_factory=dict)
     prepared: StepGraph | None = None
     obstacle: str = ""
 
@@ -261,7 +270,7 @@ class StepGraphs:
         if torch.cuda.is_initialized() and (free := torch.cuda.mem_get_info()[0]) < LEAST_FREE_BYTES:
             self.obstacle = f"{free / 2**20:.0f} MiB of memory are free, and 1 GiB should be"
             return None
-        attention = _memory(context, tokens, self.limits)
+        attention = _memory(context, tokens, self.limits, self.tables)
         if attention is None:
             self.obstacle = "attention is not FlashAttention 3's, or its steps are of another kind"
             return None
