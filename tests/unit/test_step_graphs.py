@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 
@@ -86,6 +86,23 @@ def test_a_step_that_one_rank_cannot_capture_is_left_by_all(here: bool, why: str
     engine = Engine(full=1024, obstacle_here=here)
     assert engine.capture()[-1] == f"1024 tokens can't be captured, {why}"
     assert list(engine.graphs.graphs) == [768]
+
+
+def test_a_rank_without_room_for_the_second_way_keeps_no_graph_of_the_first() -> None:
+    """The other ranks have one of the second way then, and its calls are others."""
+    engine, ways = Engine(), 0
+
+    def run(tokens: int) -> None:
+        nonlocal ways
+        ways += engine.graphs.limits is not None
+        Engine.run(engine, tokens)
+        if ways == 2 and engine.graphs.limits is not None:
+            engine.graphs.prepared, engine.graphs.obstacle = None, "OutOfMemoryError: no room"
+
+    engine.graphs.ways = lambda tokens: [nullcontext(), nullcontext()]
+    said = step_graphs._capture(engine.graphs, LIMITS, run, engine.timed, lambda value: value)
+    assert said == ["768 tokens can't be captured, OutOfMemoryError: no room"]
+    assert not engine.graphs.graphs and engine.graphs.limits is None
 
 
 def test_an_error_ends_the_capture(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -328,12 +328,11 @@ def _capture(
         for way in graphs.ways(size):
             with way:
                 _capture_step(graphs, limits, run, size, slowest)
-            graph = graphs.graphs.pop(size, None)
-            if slowest(float(graph is None)):
+            if slowest(float(size not in graphs.graphs)):
+                graphs.graphs.pop(size, None)
                 return [*said, f"{size} tokens can't be captured, {graphs.obstacle or 'by another rank'}"]
-            assert graph is not None
-            graphs.graphs[size], graph.least = graph, size
-            captured.append((timed(size), graph))
+            graphs.graphs[size].least = size
+            captured.append((timed(size), graphs.graphs.pop(size)))
         replayed, graph = min(captured, key=itemgetter(0))  # all ranks have the slowest one's times
         graphs.graphs[size] = graph
         graph.least = least_tokens(before, uncaptured, replayed)
