@@ -273,3 +273,17 @@ def test_the_warm_up_captures_by_default(
     assert (said is None and "CUDA graphs" not in caplog.text) or str(said) in caplog.text
     assert sorted(set(tokens)) == ([24, MAX_TOKENS] if said is not None and "can't" in said else [])
     assert graphs.limits is None and not graphs.graphs
+
+
+def test_what_speaks_against_graphs_is_said_by_one_rank(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = SimpleNamespace(rank_in_group=1)
+    monkeypatch.setattr("vllm.distributed.parallel_state.get_tp_group", lambda: group)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level(logging.INFO, logger="vllm.tw_compile"):
+        ways._capture_long_steps(None, None)
+        assert not caplog.messages
+        group.rank_in_group = 0
+        ways._capture_long_steps(None, None)
+    assert caplog.messages == ["tw_compile: no long steps as CUDA graphs: the pass does not know its engine"]

@@ -294,9 +294,9 @@ def capture_long_steps(worker: Any, run: Callable[[int], None], timed: Timed) ->
     if switched_off(os.environ):
         return
     if group.world_size != dist.get_world_size():
-        logger.info(
-            "tw_compile: no long steps as CUDA graphs: ranks of pipeline or data parallelism have steps of their own"
-        )
+        if group.rank_in_group == 0:
+            obstacle = "ranks of pipeline or data parallelism have steps of their own"
+            logger.info("tw_compile: no long steps as CUDA graphs: %s", obstacle)
         return
     config = worker.vllm_config
     limits = Limits(config.scheduler_config.max_num_seqs, config.model_config.max_model_len)

@@ -142,9 +142,12 @@ def _pass_that_asks_for_graphs(worker: Any) -> Any:
 
 def _capture_long_steps(worker: Any, engine: Engine | None) -> None:
     """:func:`step_graphs.capture_long_steps`. An error costs what it costs :func:`choose_ways`."""
+    from vllm.distributed.parallel_state import get_tp_group
+
     obstacle = "the pass does not know its engine" if engine is None else engine.graphs_obstacle()
     if obstacle is not None:
-        logger.info("tw_compile: no long steps as CUDA graphs: %s", obstacle)
+        if get_tp_group().rank_in_group == 0:
+            logger.info("tw_compile: no long steps as CUDA graphs: %s", obstacle)
         return
 
     def undo() -> None:
