@@ -286,4 +286,4 @@ def test_what_speaks_against_graphs_is_said_by_one_rank(
         assert not caplog.messages
         group.rank_in_group = 0
         ways._capture_long_steps(None, None)
-    assert caplog.messages == ["tw_compile: no long steps as CUDA graphs: the pass does not know its engine"]
+    assert set(caplog.messages) == {"tw_compile: no long steps as CUDA graphs: the pass does not know its engine"}
