@@ -7,6 +7,8 @@ from tw_compile.kernels.registry import Benchmarked
 
 _PUSH = "tw_compile.kernels.algorithms.push.push:Push"
 _SHARING = "tw_compile.kernels.algorithms.push.sharing_push:SharingPush"
+CLUSTER = 4
+"""CTAs that share a row."""
 
 ONE_SHOT = AlgorithmEntry(
     "push_one_shot",
@@ -63,7 +65,7 @@ def _forced(name: str, one_shot: bool, cluster: int) -> AlgorithmEntry:
 
 FORCED = (
     _forced("push_one_shot_ctas", True, 1),
-    _forced("push_one_shot_clusters", True, 4),
+    _forced("push_one_shot_clusters", True, CLUSTER),
     _forced("push_two_shot_ctas", False, 1),
-    _forced("push_two_shot_clusters", False, 4),
+    _forced("push_two_shot_clusters", False, CLUSTER),
 )

@@ -324,7 +324,7 @@ def _capture(
     before = graphs.low, timed(graphs.low)
     for size in sizes_of(graphs.low, graphs.high):
         uncaptured = size, timed(size)
-        captured = []
+        of_ways = []
         for way in graphs.ways(size):
             with way:
                 _capture_step(graphs, limits, run, size, slowest)
@@ -332,8 +332,8 @@ def _capture(
                 graphs.graphs.pop(size, None)
                 return [*said, f"{size} tokens can't be captured, {graphs.obstacle or 'by another rank'}"]
             graphs.graphs[size].least = size
-            captured.append((timed(size), graphs.graphs.pop(size)))
-        replayed, graph = min(captured, key=itemgetter(0))  # all ranks have the slowest one's times
+            of_ways.append((timed(size), graphs.graphs.pop(size)))
+        replayed, graph = min(of_ways, key=itemgetter(0))  # all ranks have the slowest one's times
         graphs.graphs[size] = graph
         graph.least = least_tokens(before, uncaptured, replayed)
         if graph.least > size:
