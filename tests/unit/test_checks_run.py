@@ -26,7 +26,8 @@ def test_by_default_only_checks_of_seconds_run() -> None:
 
 def test_only_chooses_by_a_part_of_the_name_and_what_is_on_request_by_its_begin() -> None:
     assert selected("stream_in_slot_random") == ["stream_in_slot_random_skew"]
-    ours = ("one_shot", "two_shot", "one_shot_clusters", "two_shot_clusters")
+    shared = [f"{kind}_shot_{way}" for kind in ("one", "two") for way in ("clusters", "pairs")]
+    ours = ["one_shot", "two_shot", *shared]
     assert selected("million_launches_push") == [f"million_launches_push_{kind}" for kind in ours]
     assert len(selected("sanitizer_small")) == len(ALGORITHMS)
     assert all(name in CHECKS for name in selected("push_one_shot"))

@@ -32,8 +32,10 @@ WITH_BARRIERS: dict[str, Callable[[], BarrierKernel]] = {
 PUSHES = {
     "one_shot": Push(True),
     "one_shot_clusters": Push(True, cluster=4),
+    "one_shot_pairs": Push(True, cluster=2),
     "two_shot": Push(False),
     "two_shot_clusters": Push(False, cluster=4),
+    "two_shot_pairs": Push(False, cluster=2),
 }
 KINDS = (*PUSHES, "stream", "stream_in_slot", *MULTIMEM, "emulated_multimem")
 MOST_STACK_BYTES = 128

@@ -42,22 +42,26 @@ def state(world_size: int = 4) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("one_shot", "world_size", "tokens", "shared"),
+    ("one_shot", "world_size", "tokens", "cluster"),
     [
-        (True, 4, 1, True),
-        (True, 4, 32, True),
-        (True, 4, 33, False),  # 132 CTAs on 128 SMs
-        (False, 4, 128, True),  # 32 rows on each rank
-        (False, 4, 129, False),
-        (False, 2, 64, True),
-        (False, 2, 65, False),
+        (True, 4, 1, 4),
+        (True, 4, 32, 4),
+        (True, 4, 33, 2),  # 132 CTAs on 128 SMs
+        (True, 4, 64, 2),
+        (True, 4, 65, 1),
+        (False, 4, 128, 4),  # 32 rows on each rank
+        (False, 4, 129, 2),
+        (False, 4, 257, 1),
+        (False, 2, 64, 4),
+        (False, 2, 128, 2),
+        (False, 2, 129, 1),
     ],
 )
-def test_rows_are_shared_while_every_cta_has_an_sm(one_shot: bool, world_size: int, tokens: int, shared: bool) -> None:
+def test_rows_are_shared_while_every_cta_has_an_sm(one_shot: bool, world_size: int, tokens: int, cluster: int) -> None:
     algorithm = SharingPush(one_shot)
-    assert algorithm.shares(request(tokens), state(world_size)) is shared
+    assert algorithm.shares(request(tokens), state(world_size)) == cluster
     rows = tokens if one_shot else -(-tokens // world_size)
-    assert algorithm.sms(tokens, world_size) == (4 * rows if shared else rows)
+    assert algorithm.sms(tokens, world_size) == cluster * rows
 
 
 @pytest.mark.parametrize(
@@ -70,29 +74,30 @@ def test_rows_are_shared_while_every_cta_has_an_sm(one_shot: bool, world_size: i
 )
 def test_rows_are_not_shared(changed: dict[str, Any], why: str) -> None:
     algorithm = SharingPush(False)
-    assert algorithm.shares(request(1), state())
-    assert not algorithm.shares(request(1, **changed), state()), why
+    assert algorithm.shares(request(1), state()) == 4
+    assert algorithm.shares(request(1, **changed), state()) == 1, why
 
 
 def test_short_and_long_rows_and_few_sms_are_not_shared() -> None:
-    assert SharingPush(True).shares(request(1, 8192), state())
-    assert not SharingPush(True).shares(request(1, 8200), state())
-    assert not SharingPush(True).shares(request(1, 1016), state())
-    assert SharingPush(True).shares(request(1, 1024), state())
-    assert not SharingPush(True, 4).shares(request(2), state())
-    assert SharingPush(True, 4).shares(request(1), state())
+    assert SharingPush(True).shares(request(1, 8192), state()) == 4
+    assert SharingPush(True).shares(request(1, 8200), state()) == 1
+    assert SharingPush(True).shares(request(1, 1016), state()) == 1
+    assert SharingPush(True).shares(request(1, 1024), state()) == 4
+    assert SharingPush(True, 4).shares(request(3), state()) == 1
+    assert SharingPush(True, 4).shares(request(2), state()) == 2
+    assert SharingPush(True, 4).shares(request(1), state()) == 4
 
 
 def test_scales_and_small_devices_are_left_to_one_cta(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = request(1)
     scaled = replace(asked, norm=replace(asked.norm, hidden_dtype=torch.float8_e4m3fn, scale_columns=8192))
-    assert not SharingPush(True).shares(scaled, state())
+    assert SharingPush(True).shares(scaled, state()) == 1
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=16))
-    assert not SharingPush(True).shares(asked, state())
+    assert SharingPush(True).shares(asked, state()) == 1
 
 
 @pytest.mark.parametrize("one_shot", [True, False])
-def test_what_shares_is_launched_by_clusters_and_both_are_loaded(
+def test_what_shares_is_launched_by_clusters_and_all_are_loaded(
     monkeypatch: pytest.MonkeyPatch, one_shot: bool
 ) -> None:
     """All sizes must be loaded before a capture, whichever size comes first."""
@@ -101,13 +106,14 @@ def test_what_shares_is_launched_by_clusters_and_both_are_loaded(
     monkeypatch.setattr(Push, "prepare", lambda self, *rest: launched.append(("prepare", self.name)))
     algorithm, name = SharingPush(one_shot), "push_one_shot" if one_shot else "push_two_shot"
     algorithm.prepare(request(4096), state(), 0)
-    for tokens in (8, 4096):
+    for tokens in (8, 50 if one_shot else 200, 4096):
         algorithm.launch(request(tokens), state(), None, 0)  # type: ignore[arg-type]
-    clusters = f"{name}_clusters"
-    assert launched == [("prepare", name), ("prepare", clusters), ("launch", clusters), ("launch", name)]
+    ways = [f"{name}_clusters", f"{name}_pairs"]
+    assert launched == [("prepare", way) for way in [name, *ways]] + [("launch", way) for way in [*ways, name]]
 
 
-def test_both_ways_can_be_forced() -> None:
+def test_each_way_can_be_forced() -> None:
     for name in ("push_one_shot", "push_two_shot"):
         assert type(ALGORITHMS[name].make()) is SharingPush
-        assert type(ALGORITHMS[f"{name}_ctas"].make()) is type(ALGORITHMS[f"{name}_clusters"].make()) is Push
+        for way in ("ctas", "pairs", "clusters"):
+            assert type(ALGORITHMS[f"{name}_{way}"].make()) is Push

@@ -7,8 +7,8 @@ from tw_compile.kernels.registry import Benchmarked
 
 _PUSH = "tw_compile.kernels.algorithms.push.push:Push"
 _SHARING = "tw_compile.kernels.algorithms.push.sharing_push:SharingPush"
-CLUSTER = 4
-"""CTAs that share a row."""
+CLUSTERS = {4: "clusters", 2: "pairs"}
+"""Numbers of CTAs that may share a row, the most first, and what a call's name says of them."""
 
 ONE_SHOT = AlgorithmEntry(
     "push_one_shot",
@@ -63,9 +63,8 @@ def _forced(name: str, one_shot: bool, cluster: int) -> AlgorithmEntry:
     )
 
 
-FORCED = (
-    _forced("push_one_shot_ctas", True, 1),
-    _forced("push_one_shot_clusters", True, CLUSTER),
-    _forced("push_two_shot_ctas", False, 1),
-    _forced("push_two_shot_clusters", False, CLUSTER),
+FORCED = tuple(
+    _forced(f"{name}_{way}", one_shot, cluster)
+    for name, one_shot in (("push_one_shot", True), ("push_two_shot", False))
+    for cluster, way in {1: "ctas", **CLUSTERS}.items()
 )

@@ -6,6 +6,7 @@ from ctypes import Structure, c_int32, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
 
+from tw_compile.kernels.algorithms.push.entries import CLUSTERS
 from tw_compile.kernels.algorithms.row_kernel import RowKernel
 from tw_compile.kernels.collective.cuda_variant import (
     LAST_FIELDS,
@@ -80,8 +81,8 @@ class Push(RowKernel):
     overlap, all CTAs of all but one of these calls must be resident, on every rank (``kernels/runtime/barrier.py``). Choose
     ``max_sms`` for that. Messages that would need more than :data:`MOST_INBOX_BYTES` take several launches.
 
-    With ``cluster`` above 1, clusters of so many CTAs share rows, which travel as they are. Then a whole cluster must be
-    resident.
+    With ``cluster`` above 1, clusters of so many CTAs (:data:`entries.CLUSTERS`) share rows, which travel as they are. Then a
+    whole cluster must be resident.
     """
 
     source = Path(__file__).with_name("push.cu")
@@ -93,7 +94,7 @@ class Push(RowKernel):
 
     def __init__(self, one_shot: bool, max_sms: int = 128, cluster: int = 1) -> None:
         name = "push_one_shot" if one_shot else "push_two_shot"
-        super().__init__(name if cluster == 1 else f"{name}_clusters", one_shot, max_sms)
+        super().__init__(name if cluster == 1 else f"{name}_{CLUSTERS[cluster]}", one_shot, max_sms)
         self._cluster = cluster
         self.wires = self.prefetches = cluster == 1
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tw_compile.kernels.algorithms.push.entries import CLUSTER
+from tw_compile.kernels.algorithms.push.entries import CLUSTERS
 from tw_compile.kernels.algorithms.push.push import Push
 from tw_compile.kernels.collective.slot import GroupState, Slot
 from tw_compile.kernels.collective.spec import Request
@@ -13,7 +13,7 @@ LEAST_HIDDEN = 1024
 
 
 class SharingPush(Push):
-    """:class:`Push`. Clusters of :data:`entries.CLUSTER` CTAs share rows as long as each CTA has an SM of its own.
+    """:class:`Push`. Clusters of CTAs (:data:`entries.CLUSTERS`) share rows as long as each CTA has an SM of its own.
 
     One SM limits how fast a long row goes in and out. A call with few rows leaves most SMs without work, so they can help. With
     more rows there is nothing to gain, and the exchange inside the clusters costs time (``benchmarks/kernel-notes.md``).
@@ -21,34 +21,39 @@ class SharingPush(Push):
 
     def __init__(self, one_shot: bool, max_sms: int = 128) -> None:
         super().__init__(one_shot, max_sms)
-        self._sharing = Push(one_shot, max_sms, CLUSTER)
+        self._sharing = {cluster: Push(one_shot, max_sms, cluster) for cluster in CLUSTERS}
 
-    def shares(self, request: Request, state: GroupState) -> bool:
-        """Whether CTAs share rows of the request.
+    def shares(self, request: Request, state: GroupState) -> int:
+        """How many CTAs share each row of the request; 1: none.
 
         They do not beside other work, which has the other SMs, nor where the other SMs prefetch weights.
         """
-        few = self._few(request.x.shape[0], state.world_size)
-        return few and _may_share(request) and self._sharing.obstacle(request, state) is None
+        cluster = self._cluster_for(request.x.shape[0], state.world_size)
+        if cluster == 1 or not _may_share(request) or self._sharing[cluster].obstacle(request, state) is not None:
+            return 1
+        return cluster
 
-    def _few(self, tokens: int, world_size: int) -> bool:
-        return self.local_rows(tokens, world_size) * CLUSTER <= self._max_sms
+    def _cluster_for(self, tokens: int, world_size: int) -> int:
+        """The most CTAs of a row that each have an SM."""
+        rows = self.local_rows(tokens, world_size)
+        return next((cluster for cluster in CLUSTERS if rows * cluster <= self._max_sms), 1)
 
     def sms(self, tokens: int, world_size: int) -> int:
         """See :class:`Algorithm`."""
-        rows = self.local_rows(tokens, world_size)
-        return rows * CLUSTER if self._few(tokens, world_size) else min(rows, self._max_sms)
+        return min(self.local_rows(tokens, world_size) * self._cluster_for(tokens, world_size), self._max_sms)
 
     def prepare(self, request: Request, state: GroupState, spin_limit: int) -> None:
         """See :class:`Algorithm`."""
         super().prepare(request, state, spin_limit)
         if _may_share(request):
-            self._sharing.prepare(request, state, spin_limit)
+            for sharing in self._sharing.values():
+                sharing.prepare(request, state, spin_limit)
 
     def launch(self, request: Request, state: GroupState, slot: Slot, spin_limit: int) -> Started:
         """See :class:`Algorithm`."""
-        if self.shares(request, state):
-            return self._sharing.launch(request, state, slot, spin_limit)
+        cluster = self.shares(request, state)
+        if cluster > 1:
+            return self._sharing[cluster].launch(request, state, slot, spin_limit)
         return super().launch(request, state, slot, spin_limit)
 
 
