@@ -214,3 +214,17 @@ def test_operators_of_the_first_call_of_compiled_code_are_watched() -> None:
         for _ in range(2):
             torch.testing.assert_close(run(torch.ones(4)), torch.full((4,), 2.0))
     assert seen == [True, False]
+
+
+def test_nodes_before_their_operands_move_behind_them() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    negative = graph.call_function(torch.neg, (x,))
+    total = graph.call_function(torch.add, (x, negative))
+    graph.output(total)
+    total.append(negative)
+    with pytest.raises(RuntimeError, match="used before it has been defined"):
+        graph.lint()
+    compat.sort_nodes(graph)
+    graph.lint()
+    assert [node.name for node in graph.nodes] == ["x", "neg", "add", "output"]

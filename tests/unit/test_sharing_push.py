@@ -42,26 +42,39 @@ def state(world_size: int = 4) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("one_shot", "world_size", "tokens", "cluster"),
+    ("one_shot", "world_size", "hidden_size", "tokens", "cluster"),
     [
-        (True, 4, 1, 4),
-        (True, 4, 32, 4),
-        (True, 4, 33, 2),  # 132 CTAs on 128 SMs
-        (True, 4, 64, 2),
-        (True, 4, 65, 1),
-        (False, 4, 128, 4),  # 32 rows on each rank
-        (False, 4, 129, 2),
-        (False, 4, 257, 1),
-        (False, 2, 64, 4),
-        (False, 2, 128, 2),
-        (False, 2, 129, 1),
+        (True, 4, 8192, 1, 4),
+        (True, 4, 8192, 56, 4),
+        (True, 4, 8192, 57, 2),  # 228 CTAs, 2 on an SM
+        (True, 4, 8192, 128, 2),
+        (True, 4, 8192, 129, 1),
+        (False, 4, 8192, 224, 4),  # 56 rows on each rank
+        (False, 4, 8192, 225, 2),
+        (False, 4, 8192, 513, 1),
+        (False, 2, 8192, 112, 4),
+        (False, 2, 8192, 256, 2),
+        (False, 2, 8192, 257, 1),
+        (True, 2, 8192, 56, 4),
+        (True, 2, 4096, 16, 4),  # rows of 8 KiB
+        (True, 2, 4096, 17, 1),
+        (False, 2, 4096, 17, 4),
+        (False, 2, 4096, 256, 4),  # two rows for each cluster
+        (False, 2, 4096, 257, 1),
+        (True, 4, 4096, 56, 4),
+        (True, 4, 4096, 57, 2),
+        (False, 8, 8192, 8 * 56, 4),
+        (False, 8, 8192, 8 * 64, 2),  # 512 threads, one CTA on an SM
+        (False, 8, 8192, 8 * 64 + 1, 1),
     ],
 )
-def test_rows_are_shared_while_every_cta_has_an_sm(one_shot: bool, world_size: int, tokens: int, cluster: int) -> None:
+def test_rows_are_shared_while_all_clusters_run_at_once(
+    one_shot: bool, world_size: int, hidden_size: int, tokens: int, cluster: int
+) -> None:
     algorithm = SharingPush(one_shot)
-    assert algorithm.shares(request(tokens), state(world_size)) == cluster
+    assert algorithm.shares(request(tokens, hidden_size), state(world_size)) == cluster
     rows = tokens if one_shot else -(-tokens // world_size)
-    assert algorithm.sms(tokens, world_size) == cluster * rows
+    assert algorithm.sms(tokens, world_size) == min(4 * rows, 128)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +96,7 @@ def test_short_and_long_rows_and_few_sms_are_not_shared() -> None:
     assert SharingPush(True).shares(request(1, 8200), state()) == 1
     assert SharingPush(True).shares(request(1, 1016), state()) == 1
     assert SharingPush(True).shares(request(1, 1024), state()) == 4
-    assert SharingPush(True, 4).shares(request(3), state()) == 1
+    assert SharingPush(True, 4).shares(request(5), state()) == 1
     assert SharingPush(True, 4).shares(request(2), state()) == 2
     assert SharingPush(True, 4).shares(request(1), state()) == 4
 
@@ -106,7 +119,7 @@ def test_what_shares_is_launched_by_clusters_and_all_are_loaded(
     monkeypatch.setattr(Push, "prepare", lambda self, *rest: launched.append(("prepare", self.name)))
     algorithm, name = SharingPush(one_shot), "push_one_shot" if one_shot else "push_two_shot"
     algorithm.prepare(request(4096), state(), 0)
-    for tokens in (8, 50 if one_shot else 200, 4096):
+    for tokens in (8, 100 if one_shot else 400, 4096):
         algorithm.launch(request(tokens), state(), None, 0)  # type: ignore[arg-type]
     ways = [f"{name}_clusters", f"{name}_pairs"]
     assert launched == [("prepare", way) for way in [name, *ways]] + [("launch", way) for way in [*ways, name]]

@@ -177,6 +177,27 @@ def test_a_layer_that_all_ranks_hold_whole_gets_the_same_weights_on_all(folder: 
     assert torch.equal(router.weight, expected) and not router.bias.any()
 
 
+def test_float8_weights_have_the_deviation_of_others_and_differ_between_ranks() -> None:
+    from tw_compile.benchmark.vllm.worker import STD, randomise
+
+    layer = torch.nn.Module()
+    for name, value in (
+        ("weight", torch.zeros(256, 128).to(torch.float8_e4m3fn)),
+        ("weight_scale_inv", torch.zeros(2, 1)),
+        ("weight_scale", torch.zeros(256, 1)),
+        ("input_scale", torch.zeros(1)),
+        ("packed", torch.full((4, 4), 3, dtype=torch.int32)),
+    ):
+        layer.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
+    randomise(layer, 0, 0, torch.bfloat16)
+    weight = layer.weight.float() * layer.weight_scale
+    assert abs(weight.std().item() - STD) < 0.1 * STD and weight.isfinite().all()
+    assert torch.equal(layer.weight_scale_inv, torch.full((2, 1), layer.weight_scale[0].item()))
+    assert layer.input_scale.item() == 1.0 and torch.equal(layer.packed, torch.full((4, 4), 3, dtype=torch.int32))
+    randomise(layer, 1, 0, torch.bfloat16)
+    assert not torch.equal(layer.weight.float() * layer.weight_scale, weight)
+
+
 def _model_of(run: Any) -> torch.nn.Module:
     """The model that ``llama`` closes over."""
     return inspect.getclosurevars(run).nonlocals["model"]

@@ -326,6 +326,13 @@ def order_after(graph: fx.Graph, after: dict[fx.Node, list[fx.Node]]) -> None:
     preserve_node_ordering(graph, {node: OrderedSet(tensors) for node, tensors in after.items()})
 
 
+def sort_nodes(graph: fx.Graph) -> None:
+    """Move nodes that stand before their operands behind them. All others keep their order."""
+    from torch._inductor.pattern_matcher import stable_topological_sort
+
+    stable_topological_sort(graph)
+
+
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
     """Add a text to torch's structured trace (``TORCH_TRACE``), which tlparse shows as a file of that name.
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from tw_compile.kernels.algorithms.push.entries import CLUSTERS
-from tw_compile.kernels.algorithms.push.push import Push
+from tw_compile.kernels.algorithms.push.push import Push, ctas_per_sm, threads_for
 from tw_compile.kernels.collective.slot import GroupState, Slot
 from tw_compile.kernels.collective.spec import Request
 from tw_compile.kernels.collective.transport import Started
 
 LEAST_HIDDEN = 1024
 """The shortest row of which each warp of such CTAs has a part."""
+_SHORT_BYTES = 16 * 1024
+"""In one-shot, a CTA alone is as fast if it receives less than this of each row, except where there are very few rows."""
+_SMALL_CTA = 128
+"""Threads of CTAs of which an SM holds more than two."""
 
 
 class SharingPush(Push):
-    """:class:`Push`. Clusters of CTAs (:data:`entries.CLUSTERS`) share rows as long as each CTA has an SM of its own.
+    """:class:`Push`. Clusters of CTAs (:data:`entries.CLUSTERS`) share rows as long as all of them run at once.
 
     One SM limits how fast a long row goes in and out. A call with few rows leaves most SMs without work, so they can help. With
     more rows there is nothing to gain, and the exchange inside the clusters costs time (``benchmarks/kernel-notes.md``).
@@ -28,19 +32,31 @@ class SharingPush(Push):
 
         They do not beside other work, which has the other SMs, nor where the other SMs prefetch weights.
         """
-        cluster = self._cluster_for(request.x.shape[0], state.world_size)
-        if cluster == 1 or not _may_share(request) or self._sharing[cluster].obstacle(request, state) is not None:
+        if not _may_share(request):
             return 1
-        return cluster
+        rows = self.local_rows(request.x.shape[0], state.world_size)
+        for cluster, sharing in self._sharing.items():
+            if rows <= self._most_rows(cluster, request, state.world_size):
+                return cluster if sharing.obstacle(request, state) is None else 1
+        return 1
 
-    def _cluster_for(self, tokens: int, world_size: int) -> int:
-        """The most CTAs of a row that each have an SM."""
-        rows = self.local_rows(tokens, world_size)
-        return next((cluster for cluster in CLUSTERS if rows * cluster <= self._max_sms), 1)
+    def _most_rows(self, cluster: int, request: Request, world_size: int) -> int:
+        """The most rows that clusters of this size share."""
+        hidden_size = request.x.shape[1]
+        if self._one_shot and (world_size - 1) * hidden_size * request.x.element_size() < _SHORT_BYTES:
+            return self._max_sms // 8 if cluster == max(CLUSTERS) else 0
+        threads = threads_for(hidden_size, world_size, cluster)
+        ctas = self._max_sms * ctas_per_sm(threads, world_size)
+        if cluster == 2:
+            return ctas // 2
+        if not self._one_shot and threads <= _SMALL_CTA:
+            return ctas // 2  # a cluster of four has two rows then, and is still faster than two pairs
+        # A GPU's groups of SMs are no multiples of large clusters: with 64 clusters of four some had to wait, with 56 none.
+        return ctas * 7 // 8 // cluster
 
     def sms(self, tokens: int, world_size: int) -> int:
-        """See :class:`Algorithm`."""
-        return min(self.local_rows(tokens, world_size) * self._cluster_for(tokens, world_size), self._max_sms)
+        """See :class:`Algorithm`. The number is that of calls whose rows are shared as far as they can be."""
+        return min(self.local_rows(tokens, world_size) * max(CLUSTERS), self._max_sms)
 
     def prepare(self, request: Request, state: GroupState, spin_limit: int) -> None:
         """See :class:`Algorithm`."""

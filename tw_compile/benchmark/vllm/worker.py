@@ -15,6 +15,8 @@ from tw_compile.passes.prefetch import prefetching_calls
 from tw_compile.report import collect_reports
 
 STD = 0.02
+CODES = 64.0
+"""Standard deviation of float8 codes: a weight of 7 deviations is the largest code."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _collecting = ExitStack()
@@ -52,15 +54,21 @@ def randomise(model: nn.Module, rank: int, seed: int, dtype: torch.dtype) -> Non
     """Set normal weights of deviation 0.02, different on every rank where they are sharded; norms are 1, biases 0.
 
     vLLM's dummy weights are the same on all ranks, so a sum over two ranks is exact in any order. They are also so small, those
-    of norms too, that no layer changes a bit of the residual. With them wrong sums would give the same tokens. Quantised
-    weights stay as they are. The values are rounded to ``dtype``, whatever the model's dtype is: a float32 model has the same.
+    of norms too, that no layer changes a bit of the residual. With them wrong sums would give the same tokens. The values are
+    rounded to ``dtype``, whatever the model's dtype is: a float32 model has the same. Float8 weights (of vLLM's dummy ones 98%
+    are zero) get codes of deviation ``CODES``, and all scales of weights are the number that makes that ``STD``. Scales may be
+    powers of two (``float8_e8m0fnu`` or packed in integers); these stay as they are, as other quantised weights do.
     """
     number = 0
     for module in model.modules():
         replicated = isinstance(module, ReplicatedLinear)
         for name, parameter in module.named_parameters(recurse=False):
             number += 1
-            if parameter.dtype not in _DTYPES:
+            codes = parameter.dtype == torch.float8_e4m3fn
+            if parameter.dtype not in _DTYPES and not codes:
+                continue
+            if "scale" in name:
+                parameter.fill_(1.0 if "input" in name else STD / CODES)
                 continue
             if parameter.dim() < 2:
                 parameter.fill_(1.0 if name == "weight" else 0.0)
@@ -68,4 +76,5 @@ def randomise(model: nn.Module, rank: int, seed: int, dtype: torch.dtype) -> Non
             generator = torch.Generator(parameter.device)
             generator.manual_seed((seed * 2**20 + number) * 2**10 + (0 if replicated else rank))
             drawn = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
-            parameter.copy_(drawn.normal_(0.0, STD, generator=generator).to(dtype))
+            drawn.normal_(0.0, CODES if codes else STD, generator=generator)
+            parameter.copy_(drawn.clamp_(-448, 448).to(parameter.dtype) if codes else drawn.to(dtype))

@@ -83,6 +83,7 @@ class VllmPass(InductorPass):
             self.before(graph)
         if switched_off(os.environ):  # a pass that the user has named is in the slot all the same
             return
+        compat.sort_nodes(graph)  # vLLM's fusions leave nodes before their operands, and sort only behind this slot
         counts = (compile_range.start, compile_range.end)
         captured = 0 if self.engine is None else self.engine.captured_tokens
         attention = self._attention(graph, compile_range.start)

@@ -57,8 +57,12 @@ def register() -> None:
         except Exception as error:
             limits.fi_allreduce_fusion_max_size_mb = before
             _failed(error)
+        user_said = limits.fuse_norm_quant is not None
         original(self)
-        if not _install(self, config) and limits.fi_allreduce_fusion_max_size_mb != before:
+        installed = _install(self, config)
+        if installed and not user_said and _scales_by_columns(self):
+            limits.fuse_norm_quant = False
+        if not installed and limits.fi_allreduce_fusion_max_size_mb != before:
             limits.fi_allreduce_fusion_max_size_mb, compilation.compile_ranges_endpoints = before, ends
             try:
                 self._set_compile_ranges()  # without the lower limit
@@ -69,6 +73,18 @@ def register() -> None:
     _wrap_backend()
     measure_behind_load_model()
     measure_behind_warm_up()
+
+
+def _scales_by_columns(engine: Any) -> bool:
+    """Whether float8 weights have scales of blocks. vLLM then lays out the scales of activations by columns.
+
+    The fused operator lays them out by rows. If vLLM merges a norm with such a quantisation, the sum before it can't be fused.
+    If the two stay apart, sum and norm are fused, and the quantisation is a kernel of its own.
+    """
+    quantisation = engine.quant_config
+    return getattr(quantisation, "weight_block_size", None) is not None or bool(
+        hasattr(quantisation, "has_blocked_weights") and quantisation.has_blocked_weights()
+    )
 
 
 def _wrap_backend() -> None:
