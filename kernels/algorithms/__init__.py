@@ -41,3 +41,8 @@ def beside_work(transport: str) -> list[AlgorithmEntry]:
         (entry.beside, entry) for entry in ALGORITHMS if entry.beside is not None and entry.transport == transport
     ]
     return [entry for _, entry in sorted(ranked, key=lambda pair: pair[0])]
+
+
+def two_beside(transport: str) -> list[AlgorithmEntry]:
+    """The algorithms of a transport that two ranks use for short messages beside other work."""
+    return [entry for entry in ALGORITHMS if entry.two_beside_bytes and entry.transport == transport]

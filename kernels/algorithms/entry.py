@@ -41,6 +41,8 @@ class AlgorithmEntry:
         sms: The SMs that the algorithm gets if no table says otherwise. None: it chooses by itself, whatever a table says.
         most_sms: The most SMs that it can use; 0 if that is not known before it is made.
         beside: For calls beside other work algorithms are tried in ascending order of this number. None: it is not tried.
+        two_beside_bytes: If there are two ranks, it is tried before those with ``beside`` up to this message size, and at all
+            sizes if both want all rows of the new residual. 0: it is not.
         instead: The name of the algorithm that is tried next if this one can't serve a message.
         two_whole: The name of the algorithm that is tried first if two ranks both want all rows of the new residual. More ranks
             have it up to a larger size then.
@@ -64,6 +66,7 @@ class AlgorithmEntry:
     sms: int | None = None
     most_sms: int = 0
     beside: int | None = None
+    two_beside_bytes: int = 0
     instead: str | None = None
     two_whole: str | None = None
     needs_whole_residual: bool = False

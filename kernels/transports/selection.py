@@ -19,11 +19,12 @@ Tables are measured in the form that each kernel is best in. Two-shot leaves the
 all of its rows, two-shot moves 1 - 1 / world_size of a message more. So one-shot takes its place up to a larger size, and for
 two ranks at all sizes.
 
-Some calls are not in tables. Calls beside other work (``overlap_sms``) have few SMs, and stream makes the most of those. For
-calls whose rows a GEMM is fed (``feed_from``) there is only one kernel, if it can serve the call. Calls whose rows travel in
-codes (``wire``) go to the kernel that supports codes, alone and beside other work. If no kernel can, their rows travel as they
-are. A kernel of a table is passed over if it can't compute the scales that a call asks for. The first kernel that can takes
-its place.
+Some calls are not in tables. Calls beside other work (``overlap_sms``) have few SMs, and stream makes the most of those.
+Through host memory two ranks use one-shot up to a size, because it moves as many bytes as two-shot and waits once, not twice.
+If both want all rows of the new residual, they use it at all sizes. For calls whose rows a GEMM is fed (``feed_from``) there is
+only one kernel, if it can serve the call. Calls whose rows travel in codes (``wire``) go to the kernel that supports codes,
+alone and beside other work. If no kernel can, their rows travel as they are. A kernel of a table is passed over if it can't
+compute the scales that a call asks for. The first kernel that can takes its place.
 
 Reading tables imports no torch: the kernels are made only when one is chosen for a request.
 """
@@ -41,7 +42,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from tw_compile.files import read_if_there, user_file
-from tw_compile.kernels.algorithms import ALGORITHMS, beside_work, feeding, with_scales, with_wires
+from tw_compile.kernels.algorithms import ALGORITHMS, beside_work, feeding, two_beside, with_scales, with_wires
 from tw_compile.kernels.algorithms.entry import AlgorithmEntry
 from tw_compile.kernels.collective.wires import EXACT
 
@@ -55,7 +56,7 @@ P2P, HOST = "p2p", "host"
 _WORDS_BYTES = 128 * 1024
 """Up to this size, host_words is fastest for a message of two ranks. Its words show by themselves that they have arrived. They
 double the bytes from each peer, but save the time of a fence."""
-_HOST_ONE_SHOT_BYTES = 2**21
+_HOST_ONE_SHOT_BYTES = 2**23
 _PUSH_ONE_SHOT_BYTES = 2_344_687
 """For two ranks. More ranks use one-shot as long as its additional bytes take no longer than two-shot's second hop."""
 _SECOND_HOP_BYTES = 375_000
@@ -118,7 +119,7 @@ class Chooser(ABC):
 
     @abstractmethod
     def alternatives(self, request: Request, state: GroupState) -> tuple[Algorithm, ...]:
-        """All that may serve a message like the request, of any size, not beside other work."""
+        """All that may serve a message like the request, of any size."""
 
 
 class Selector(Chooser):
@@ -134,6 +135,8 @@ class Selector(Chooser):
         last = serves_all(transport)
         self._feeding = tuple(entry.make() for entry in feeding(transport))
         self._beside = (*(_at_most(entry, MAX_OVERLAP_SMS) for entry in beside_work(transport)), last)
+        of_two = two_beside(transport) if steps and steps[0].world_size == 2 else []
+        self._two_beside = tuple((entry.two_beside_bytes, entry.make()) for entry in of_two)
         self._candidates: list[tuple[Algorithm, ...]] = []
         self._of_whole: list[tuple[Algorithm, ...]] = []
         for step in steps:
@@ -152,9 +155,10 @@ class Selector(Chooser):
         """See :class:`Chooser`."""
         if request.wire != EXACT:
             return self._with_wires
-        if request.overlap_sms:
-            return self._beside
         whole = request.residual_out == "replicated"
+        if request.overlap_sms:
+            first = (algorithm for most, algorithm in self._two_beside if whole or request.x.nbytes <= most)
+            return (*first, *self._beside)
         candidates, ends = (self._of_whole, self._bytes_of_whole) if whole else (self._candidates, self._bytes)
         by_size = candidates[min(bisect_left(ends, request.x.nbytes), len(candidates) - 1)]
         return (*self._feeding, *by_size) if request.feed_from else by_size
@@ -163,6 +167,9 @@ class Selector(Chooser):
         """See :class:`Chooser`. All algorithms of the table. With a wire one kernel serves all sizes."""
         if request.wire != EXACT:
             return (self.choose(request, state),)
+        if request.overlap_sms:
+            long = (algorithm for algorithm in self._beside if algorithm.obstacle(request, state) is None)
+            return (*(algorithm for _, algorithm in self._two_beside), next(long))
         alternatives: list[Algorithm] = []
         for *preferred, last in self._of_whole if request.residual_out == "replicated" else self._candidates:
             if preferred:

@@ -200,8 +200,7 @@ class SlotTransport(Transport):
         variant = (variant_of(request), request.overlap_sms > 0, request.feed_from > 0)
         if variant in state.prepared or torch.cuda.is_current_stream_capturing():
             return
-        # Beside other work one kernel serves messages of all sizes.
-        alternatives = (chosen,) if request.overlap_sms else state.selector.alternatives(request, state)
+        alternatives = state.selector.alternatives(request, state) or ((chosen,) if request.overlap_sms else ())
         if not alternatives:
             return
         if state.obstacle is None:

@@ -256,11 +256,16 @@ def test_two_ranks_that_both_want_all_rows_of_the_residual_have_one_shot(
     selector = Selector(selection.default_steps(transport, world_size), transport)
     request = replace(coded("exact", tokens=tokens), residual_out=residual_out)
     state: Any = SimpleNamespace(world_size=world_size, rank=0)
-    one_shot = world_size == 2 and residual_out == "replicated"
-    assert selector.choose(request, state).name.endswith("one_shot" if one_shot else "two_shot")
+    whole = world_size == 2 and residual_out == "replicated"
+    short = world_size == 2 and transport == "host" and request.x.nbytes <= 2**23
+    assert selector.choose(request, state).name.endswith("one_shot" if whole or short else "two_shot")
     assert selector.choose(request, state) in selector.alternatives(request, state)
-    # Beside other work and without the whole residual it is two-shot as ever.
-    assert selector.choose(replace(request, overlap_sms=8), state).name.endswith(("two_shot", "stream"))
+    # Beside other work that holds through host memory alone, where one-shot has one hop less.
+    beside = replace(request, overlap_sms=8)
+    of_host = "host_one_shot" if whole or short else "host_two_shot"
+    assert selector.choose(beside, state).name == ("stream" if transport == "p2p" else of_host)
+    assert selector.choose(beside, state) in selector.alternatives(beside, state)
+    # Without the whole residual it is two-shot as ever.
     shard = torch.empty(1, 256, dtype=torch.float32, device="meta")
     assert selector.choose(replace(request, residual=shard, residual_sharded=True), state).name.endswith("two_shot")
 

@@ -27,6 +27,7 @@ ONE_SHOT = AlgorithmEntry(
     transport="host",
     sms=8,  # with more it is slower
     most_sms=16,
+    two_beside_bytes=2**23,
     needs_whole_residual=True,
     scales=True,
     instead="host_two_shot",
