@@ -24,7 +24,11 @@ TEXT = (resources.files("tw_compile.configs") / "links" / "host-memory.toml").re
 ROWS = list(measured_layers("NVIDIA H200", "nccl", LINK.name))
 LAYER = ROWS[0].shape
 H100 = load_profile("H100")
-OVER_HOST = list(measured_layers("NVIDIA H100 80GB HBM3", "host", LINK.name))
+OVER_HOST = [
+    pytest.param(profile, row, id=f"{profile.name}-{row.model}-{row.tokens}")
+    for profile, name in ((H100, "NVIDIA H100 80GB HBM3"), (H200, "NVIDIA H200"))
+    for row in measured_layers(name, "host", LINK.name)
+]
 
 
 def with_rate(link: Link, transport: str, way: LinkWay) -> Link:
@@ -44,8 +48,8 @@ def test_every_number_has_its_source_beside_it() -> None:
     ("transport", "hidden", "times"),
     [
         ("nccl", 8192, {16: 36, 64: 63, 256: 168, 1024: 591, 4096: 2315}),
-        ("host", 8192, {64: 53.5, 256: 144, 1024: 463, 4096: 1741}),
-        ("host", 4096, {1: 5.7, 16: 13.8, 64: 38.5, 256: 85.5, 1024: 255, 4096: 889}),
+        ("host", 8192, {64: 53.5, 4096: 1741}),
+        ("host", 4096, {1: 5.7, 16: 13.8, 64: 38.5, 256: 77.8, 512: 130.6, 1024: 234.6, 2048: 436.8, 4096: 889}),
     ],
 )
 def test_figures_that_the_rates_were_fitted_to(transport: str, hidden: int, times: dict[int, float]) -> None:
@@ -102,22 +106,21 @@ def test_a_wrong_file_is_refused_by_its_key(old: str, new: str, message: str) ->
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: str(row.tokens))
-def test_layers_over_host_memory_are_predicted_within_seven_percent_and_their_splits_within_three(row) -> None:  # type: ignore[no-untyped-def]
+def test_layers_over_host_memory_are_predicted_within_eight_percent_and_their_splits_within_three(row) -> None:  # type: ignore[no-untyped-def]
     plan = plan_layer(H200, row.shape, row.tokens, link=LINK)
     assert (plan.mode, plan.sizes[0]) == (Mode.SPLIT, row.first)
     assert plan.predicted.unfused_us == pytest.approx(row.unfused_us, rel=0.03)
     assert plan.predicted.split_us == pytest.approx(row.split_us, rel=0.03)
-    assert plan.predicted.no_communication_us == pytest.approx(row.no_communication_us, rel=0.07)
+    assert plan.predicted.no_communication_us == pytest.approx(row.no_communication_us, rel=0.08)
     assert plan.rates.startswith("nccl over host-memory: ring 28 us and 29 GB/s each way")
 
 
-@pytest.mark.parametrize("row", OVER_HOST, ids=lambda row: str(row.tokens))
-def test_layers_through_host_memory_are_predicted_within_a_tenth(row) -> None:  # type: ignore[no-untyped-def]
-    assert plan_layer(H100, row.shape, row.tokens, kernel="host", link=LINK).mode is Mode.SPLIT
-    plan = plan_layer(H100, row.shape, row.tokens, kernel="host", link=LINK, first=row.first)
-    assert plan.predicted.unfused_us == pytest.approx(row.unfused_us, rel=0.06)
-    assert plan.predicted.split_us == pytest.approx(row.split_us, rel=0.1)
-    assert row.fused_us is None or plan.predicted.fused_us == pytest.approx(row.fused_us, rel=0.05)
+@pytest.mark.parametrize(("profile", "row"), OVER_HOST)
+def test_layers_through_host_memory_are_predicted_within_eight_percent(profile, row) -> None:  # type: ignore[no-untyped-def]
+    assert plan_layer(profile, row.shape, row.tokens, kernel="host", link=LINK).mode is Mode.SPLIT
+    plan = plan_layer(profile, row.shape, row.tokens, kernel="host", link=LINK, first=row.first)
+    assert plan.predicted.unfused_us == pytest.approx(row.unfused_us, rel=0.03)
+    assert plan.predicted.split_us == pytest.approx(row.split_us, rel=0.08)
 
 
 def test_the_margin_follows_from_measured_layers_where_there_are_some() -> None:
@@ -125,7 +128,9 @@ def test_the_margin_follows_from_measured_layers_where_there_are_some() -> None:
     assert len(known.counted) == len(ROWS) == 2 and 0.0 < known.margin < 0.02
     assert plan_layer(H200, LAYER, 1024, link=LINK).margin == known.margin
     assert evidence(H200, None, LINK) == known
-    for profile, transport in ((H200, "host"), (H100, "nccl"), (load_profile("B200"), "nccl")):
+    # Of host's layers none was predicted too fast on H200, and one of three on H100.
+    assert evidence(H200, "host", LINK).margin == 0.0 < evidence(H100, "host", LINK).margin < 0.02
+    for profile, transport in ((H100, "nccl"), (load_profile("B200"), "nccl"), (load_profile("B200"), "host")):
         assert evidence(profile, transport, LINK).margin == UNMEASURED_MARGIN
 
 
@@ -192,7 +197,7 @@ def test_plan_names_link_transport_and_rates() -> None:
         app, ["plan", "--model", "llama-3.1-8b", "--tp", "2", "--tokens", "1024", "--transport", "host"]
     )
     assert "transport host" in shown.output
-    assert "two_shot 37 us and 39 GB/s each way" in " ".join(shown.output.split())
+    assert "two_shot 34 us and 41.5 GB/s each way" in " ".join(shown.output.split())
 
 
 @pytest.mark.parametrize(
