@@ -58,12 +58,13 @@ if __name__ == "__main__":
 ENGINES = """
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from tw_compile.benchmark.vllm.spec import VllmSpec, engines
 from tw_compile.benchmark.vllm.turns import take_turns
 
 spec = VllmSpec("tiny-llama", 2, "bfloat16", (64,), (1,), together=True, only=("off", "fuse"))
 with tempfile.TemporaryDirectory(prefix="tw_compile_") as scratch:
-    take_turns(engines(spec, scratch), spec, 97, Path(scratch), None, print)
+    take_turns(engines(spec, scratch), spec, SimpleNamespace(vocab_size=97), Path(scratch), None, print)
 """
 RUN_ARGUMENTS = ["run", "--device", "cpu", "--tp", "2"]
 SPEC = RunSpec(model="tiny-llama", world_size=2, device="cpu", tokens=(8,), dtype="bfloat16", timeout=60)

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -348,7 +348,7 @@ def test_what_wakes_an_engine_is_in_none_of_its_times_and_tokens(monkeypatch: py
     driver, engine = socket.socketpair()
     with driver, engine:
         driver.sendall(TURN * (2 + len(turns(plan.traces, spec.repeats))))
-        found = vllm_engine.run(job(plan, spec, 90), engine)["traces"]
+        found = vllm_engine.run(job(plan, spec, SimpleNamespace(vocab_size=90)), engine)["traces"]
     prefill, decode, accuracy = found
     for one, requests, tokens in ((prefill, 3, 1), (decode, 4, 6)):
         assert [len(answer) for answer in one["tokens"]] == [tokens] * requests

@@ -46,6 +46,11 @@ def groups(folder: Path) -> Iterator[Any]:
         yield fake_vllm.add_cpu_kernels()
 
 
+@pytest.fixture(scope="session")
+def float8_kernels(groups: Any) -> Iterator[Any]:
+    yield fake_vllm.add_float8_cpu_kernels()
+
+
 @pytest.fixture
 def cold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """vLLM's caches are empty."""

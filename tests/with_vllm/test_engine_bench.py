@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import json
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import fake_vllm
 import pytest
 import torch
-from fake_vllm import engine_config, llama
+from fake_vllm import MAX_TOKENS, engine_config, llama
 
 from tw_compile.benchmark.vllm.run import write_model
-from tw_compile.benchmark.vllm.spec import VARIANTS, VllmSpec, engines
+from tw_compile.benchmark.vllm.spec import VARIANTS, VllmSpec, engines, job
 from tw_compile.benchmark.vllm.traces import accuracy_trace
 
 SPEC = VllmSpec("tiny-llama", 2, "bfloat16", (128,), (1, 4), prompts=2, prompt_tokens=20, requests=3, decode_tokens=6)
@@ -177,7 +179,7 @@ def test_a_layer_that_all_ranks_hold_whole_gets_the_same_weights_on_all(folder: 
     assert torch.equal(router.weight, expected) and not router.bias.any()
 
 
-def test_float8_weights_have_the_deviation_of_others_and_differ_between_ranks() -> None:
+def test_float8_weights_have_the_deviation_of_others_and_differ_between_ranks(folder: Path) -> None:
     from tw_compile.benchmark.vllm.worker import STD, randomise
 
     layer = torch.nn.Module()
@@ -196,6 +198,105 @@ def test_float8_weights_have_the_deviation_of_others_and_differ_between_ranks() 
     assert layer.input_scale.item() == 1.0 and torch.equal(layer.packed, torch.full((4, 4), 3, dtype=torch.int32))
     randomise(layer, 1, 0, torch.bfloat16)
     assert not torch.equal(layer.weight.float() * layer.weight_scale, weight)
+
+
+PER_TOKEN = {"quant_method": "fp8", "activation_scheme": "dynamic", "modules_to_not_convert": ["lm_head"]}
+_CHANNELS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
+_TOKENS = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
+QUANTISED: dict[str, dict[str, Any]] = {
+    "per token": PER_TOKEN,
+    "by blocks": PER_TOKEN | {"weight_block_size": [128, 128]},
+    "compressed": {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "ignore": ["lm_head", "model.layers.0.self_attn.qkv_proj"],
+        "config_groups": {"all": {"targets": ["Linear"], "weights": _CHANNELS, "input_activations": _TOKENS}},
+    },
+}
+
+
+@pytest.mark.usefixtures("groups")
+@pytest.mark.parametrize("quantisation", QUANTISED)
+def test_the_reference_of_a_float8_checkpoint_has_its_weights_and_no_quantisation(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantisation: str
+) -> None:
+    """The hidden size is that of all heads, so the weights of ``o_proj`` and of ``down_proj`` are square on each rank."""
+    from vllm.config import set_current_vllm_config
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+
+    from tw_compile.benchmark.vllm.worker import randomise
+
+    monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "0")  # it needs a GPU
+    sizes = {"hidden_size": 256, "head_dim": 128, "intermediate_size": 512, "max_position_embeddings": 4096}
+    model = fake_vllm.MODEL | sizes | {"quantization_config": QUANTISED[quantisation]}
+    (tmp_path / "given.json").write_text(json.dumps(model))
+    spec = replace(SPEC, model=str(tmp_path / "given.json"), only=("off", "reference"), layers=1)
+    written = write_model(spec, tmp_path / "model")
+    found: list[dict[str, torch.Tensor]] = []
+    for engine in engines(spec, str(tmp_path / "model")):
+        config = EngineArgs(**engine.arguments, distributed_executor_backend="external_launcher").create_engine_config()
+        assert (config.quant_config is None) == (engine.variant.kind == "reference")
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(config.model_config.dtype)
+        try:
+            with set_current_vllm_config(config), torch.device("cpu"):
+                loaded = initialize_model(config)
+                process_weights_after_loading(loaded, config.model_config, torch.device("cpu"))
+        finally:
+            torch.set_default_dtype(default)
+        randomise(loaded, 1, 0, getattr(torch, job(engine, spec, written)["dtype"]))
+        found.append(dict(loaded.named_parameters()))
+    off, reference = found
+    assert {value.dtype for value in reference.values()} == {torch.float32}
+    codes = {name for name, value in off.items() if value.dtype == torch.float8_e4m3fn}
+    layers = {"self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"}
+    layers -= {"self_attn.qkv_proj"} if quantisation == "compressed" else set()
+    assert codes == {f"model.layers.0.{layer}.weight" for layer in layers}
+    transposed = {name for name in codes if off[name].stride(0) == 1}
+    assert transposed == (set() if quantisation == "by blocks" else codes)
+    for name, value in reference.items():
+        if name in codes:
+            scale = off.get(f"{name}_scale", off.get(f"{name}_scale_inv")).unique()
+            own = (off[name].t() if name in transposed else off[name]).float() * scale
+            assert scale.numel() == 1 and own.std() > 0
+        else:
+            own = off[name].float()
+        assert torch.equal(own, value), name
+
+
+@pytest.mark.usefixtures("groups", "float8_kernels")
+def test_a_float8_model_is_as_far_from_its_float32_reference_as_float8_rounds(folder: Path) -> None:
+    from tw_compile.benchmark.vllm.worker import randomise
+
+    found: list[torch.Tensor] = []
+    for dtype, quantisation, seed in (("float32", None, 0), ("bfloat16", PER_TOKEN, 0), ("float32", None, 1)):
+        overrides = {"hf_overrides": {"quantization_config": quantisation}, "enforce_eager": True}
+        config = engine_config(folder, dtype=dtype, compilation={"custom_ops": ["none"]}, **overrides)
+        with llama(config) as run:
+            randomise(_model_of(run), 0, seed, torch.float8_e4m3fn)
+            found.append(run(MAX_TOKENS).float())
+    exact, quantised, other = found
+    error, unrelated = ((value - exact).norm() / exact.norm() for value in (quantised, other))
+    assert 0.01 < error < 0.1 and unrelated > 1.0, (error, unrelated)
+
+
+def test_a_float8_weight_that_a_kernel_has_repacked_is_an_error_that_names_it(folder: Path, groups: Any) -> None:
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.linear import RowParallelLinear
+
+    from tw_compile.benchmark.vllm.worker import randomise
+
+    with set_current_vllm_config(engine_config(folder)):
+        layer = RowParallelLinear(64, 48, bias=False)  # 32 columns a rank
+    model = torch.nn.ModuleDict({"down": layer})
+    for wrong in (torch.zeros(16, 96), torch.zeros(48, 64), torch.zeros(48, 32, dtype=torch.int32)):
+        layer.weight = torch.nn.Parameter(wrong, requires_grad=False)
+        with pytest.raises(ValueError, match=r"down\.weight: expected a weight of \[48, 32\].* repacked"):
+            randomise(model, 0, 0, torch.float8_e4m3fn)
+    layer.weight = torch.nn.Parameter(torch.zeros(48, 32).to(torch.float8_e4m3fn).t(), requires_grad=False)
+    randomise(model, 0, 0, torch.float8_e4m3fn)
+    assert layer.weight.float().std() > 0
 
 
 def _model_of(run: Any) -> torch.nn.Module:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fake_vllm
 import pytest
 import torch
 import torch.fx as fx
@@ -15,7 +13,7 @@ from one_rank import one_rank  # noqa: F401
 
 from tw_compile import collect_reports
 
-pytestmark = pytest.mark.usefixtures("groups", "one_rank", "kernels", "cold")
+pytestmark = pytest.mark.usefixtures("groups", "one_rank", "float8_kernels", "cold")
 
 STATIC = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}}
 ON = {"tw_compile": {"strict": True}}
@@ -25,11 +23,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "norm and quantisation in one": {"custom_ops": ["+quant_fp8"], "pass_config": {"fuse_norm_quant": True}},
 }
 _OPERATORS = {"operator": "static_scaled_fp8_quant", "norm and quantisation in one": "rms_norm_static_fp8_quant"}
-
-
-@pytest.fixture(scope="session")
-def kernels(groups: Any) -> Iterator[Any]:
-    yield fake_vllm.add_float8_cpu_kernels()
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tw_compile.benchmark.vllm.results import VllmRow, compare, judge, logprob_error, measure, unrelated
-from tw_compile.benchmark.vllm.spec import EngineStart, VllmSpec, engines, groups, traces_of
+from tw_compile.benchmark.vllm.spec import EngineStart, VllmSpec, engines, groups, is_float8, traces_of
 from tw_compile.benchmark.vllm.traces import ACCURACY, turns
 from tw_compile.benchmark.vllm.turns import take_turns
 from tw_compile.harness.launch import sigterm_interrupts
@@ -30,14 +30,17 @@ def write_model(spec: VllmSpec, folder: Path) -> Any:
     """Write ``config.json`` to ``folder``, cut to ``spec.layers`` layers. Returns transformers' configuration.
 
     Raises:
-        UsageError: There is no such model, or it has too few layers or positions.
+        UsageError: There is no such model, it has too few layers or positions, or the reference can't have its weights.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     from tw_compile.runner.model import model_config
 
     config = model_config(spec.model, spec.layers)
-    longest = max(trace.longest for engine in engines(spec, str(folder)) for trace in engine.traces)
+    plan = engines(spec, str(folder))
+    if any(engine.variant.kind == "reference" for engine in plan):
+        _check_reference(spec.model, config)
+    longest = max(trace.longest for engine in plan for trace in engine.traces)
     if longest > config.max_position_embeddings:
         raise UsageError(
             f"--prompt-tokens, --requests, --decode-tokens: expected at most {config.max_position_embeddings} tokens of a "
@@ -47,6 +50,23 @@ def write_model(spec: VllmSpec, folder: Path) -> Any:
         config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     config.save_pretrained(folder)
     return config
+
+
+def _check_reference(model: str, config: Any) -> None:
+    """Raise UsageError if the weights are quantised in a way that the reference can't follow.
+
+    Kernels of experts have layouts of their own, so random experts in float8 may not be those of the reference.
+    """
+    quantisation = getattr(config, "quantization_config", None)
+    if quantisation is None:
+        return
+    found = f"quant_method {quantisation.get('quant_method')!r}"
+    experts = any("experts" in name and value for name, value in config.to_dict().items())
+    if experts or not is_float8(quantisation):
+        raise UsageError(
+            f"--only: expected variants without reference for {model}, as the reference knows quantised weights only in "
+            f"float8 and not of experts, got {found}{' with experts' if experts else ''} and the reference"
+        )
 
 
 def steps(spec: VllmSpec) -> int:
@@ -78,7 +98,7 @@ def run(spec: VllmSpec, progress: Callable[[str], None], logs: str | None = None
             if not whole:
                 findings += [{"error": "interrupted before it was started", "lines": []} for _ in group]
                 continue
-            of_group, whole = take_turns(group, spec, config.vocab_size, Path(scratch), kept, progress)
+            of_group, whole = take_turns(group, spec, config, Path(scratch), kept, progress)
             findings += of_group
     return {
         "schema_version": SCHEMA_VERSION,

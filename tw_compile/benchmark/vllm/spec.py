@@ -80,13 +80,15 @@ VARIANTS = (
     ),
     # float32 has 2^-16 of bfloat16's error. It stands in for float64, which vLLM does not have. Nothing may be tf32. Triton's
     # attention (FlashAttention has no float32) leaves the precision of its dots to Triton's default. The environment makes that
-    # default IEEE's, and does the same for torch's matmuls. The rest is plain torch operators.
+    # default IEEE's, and does the same for torch's matmuls. The rest is plain torch operators. A quantised checkpoint's layers
+    # are not quantised here. Their weights have the values that float8 weights have in the other engines (:func:`job`).
     EngineVariant(
         "reference",
         "reference",
         _FLOAT32,
         {
             "dtype": "float32",
+            "hf_overrides": {"quantization_config": None},
             "enforce_eager": True,
             "attention_backend": "TRITON_ATTN",
             "compilation_config": {"custom_ops": ["none"]},
@@ -290,17 +292,33 @@ def traces_of(group: Sequence[EngineStart]) -> tuple[Trace, ...]:
     return max((start.traces for start in group), key=len)
 
 
-def job(engine: EngineStart, spec: VllmSpec, vocabulary: int) -> dict[str, Any]:
-    """The job that the engine's process gets, as plain values."""
+def job(engine: EngineStart, spec: VllmSpec, config: Any) -> dict[str, Any]:
+    """The job that the engine's process gets, as plain values; ``config`` is the model's configuration.
+
+    ``dtype`` is what weights are rounded to: float8 if the checkpoint's are in float8.
+    """
+    quantisation = getattr(config, "quantization_config", None) or {}
     return {
         "arguments": dict(engine.arguments),
         "traces": [asdict(trace) for trace in engine.traces],
         "repeats": spec.repeats,
         "seed": spec.seed,
-        "dtype": spec.dtype,
-        "vocabulary": vocabulary,
+        "dtype": "float8_e4m3fn" if is_float8(quantisation) else spec.dtype,
+        "vocabulary": config.vocab_size,
         "together": spec.together,
     }
+
+
+def is_float8(quantisation: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint with this ``quantization_config`` has float8 weights with ordinary scales."""
+    method = quantisation.get("quant_method")
+    if method != "compressed-tensors":
+        return method == "fp8" and quantisation.get("scale_fmt") is None and quantisation.get("store_dtype") is None
+    weights = [group.get("weights") or {} for group in (quantisation.get("config_groups") or {}).values()]
+    return bool(weights) and all(
+        (one.get("type"), one.get("num_bits")) == ("float", 8) and one.get("strategy") in ("tensor", "channel", "block")
+        for one in weights
+    )
 
 
 def _merged(*tables: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ _LOOK = 1.0
 def take_turns(
     group: Sequence[EngineStart],
     spec: VllmSpec,
-    vocabulary: int,
+    config: Any,
     scratch: Path,
     logs: Path | None,
     progress: Callable[[str], None],
@@ -45,8 +45,8 @@ def take_turns(
 
     All engines that have a trace run it before the next trace begins. In odd rounds they do so in reverse order, so that no
     engine always follows the same one. An engine that fails is ended, and the others go on. A KeyboardInterrupt after a timed
-    round ends the engines with the results that they have by then. An earlier or a second one is raised. ``logs``: a folder to
-    keep the engines' output in; without it the output is in ``scratch``.
+    round ends the engines with the results that they have by then. An earlier or a second one is raised. ``config``: the
+    model's configuration. ``logs``: a folder to keep the engines' output in; without it the output is in ``scratch``.
     """
     running: list[_Process] = []
 
@@ -56,7 +56,7 @@ def take_turns(
 
     try:
         for engine in group:
-            running.append(_Process(engine, spec, vocabulary, scratch, logs))
+            running.append(_Process(engine, spec, config, scratch, logs))
         say(running, "start")
         _wait(running)
         whole = _rounds(running, group, spec, say)
@@ -102,14 +102,14 @@ class _Process:
         failure: Why the engine has ended without a result.
     """
 
-    def __init__(self, engine: EngineStart, spec: VllmSpec, vocabulary: int, scratch: Path, logs: Path | None) -> None:
+    def __init__(self, engine: EngineStart, spec: VllmSpec, config: Any, scratch: Path, logs: Path | None) -> None:
         self.engine, self.timeout, self.left = engine, spec.timeout, spec.timeout
         self.failure: str | None = None
         name = f"{engine.variant.label}-{engine.chunk}"
         self._place = scratch / name
         self._place.mkdir()
         self._log = (logs or self._place) / f"{name}.log"
-        (self._place / "job.json").write_text(json.dumps(job(engine, spec, vocabulary)))
+        (self._place / "job.json").write_text(json.dumps(job(engine, spec, config)))
         environment = {**os.environ, **_ENVIRONMENT, **engine.variant.environment}
         environment |= {cache: str(self._place / cache.lower()) for cache in _CACHES}
         command = [sys.executable, "-m", "tw_compile.benchmark.vllm.engine"]

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
-from vllm.model_executor.layers.linear import ReplicatedLinear
+from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear
 
 from tw_compile.hosts.vllm.ways import measure
 from tw_compile.passes.prefetch import prefetching_calls
 from tw_compile.report import collect_reports
 
 STD = 0.02
-CODES = 64.0
-"""Standard deviation of float8 codes: a weight of 7 deviations is the largest code."""
+SCALE = 2.0**-12
+"""Of float8 weights: a weight of 5 deviations is the largest code. Codes times a power of two are exact in all ``_DTYPES``."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_FLOAT8 = torch.float8_e4m3fn
 
 _collecting = ExitStack()
 _reports = _collecting.enter_context(collect_reports())
@@ -55,26 +57,50 @@ def randomise(model: nn.Module, rank: int, seed: int, dtype: torch.dtype) -> Non
 
     vLLM's dummy weights are the same on all ranks, so a sum over two ranks is exact in any order. They are also so small, those
     of norms too, that no layer changes a bit of the residual. With them wrong sums would give the same tokens. The values are
-    rounded to ``dtype``, whatever the model's dtype is: a float32 model has the same. Float8 weights (of vLLM's dummy ones 98%
-    are zero) get codes of deviation ``CODES``, and all scales of weights are the number that makes that ``STD``. Scales may be
-    powers of two (``float8_e8m0fnu`` or packed in integers); these stay as they are, as other quantised weights do.
+    rounded to ``dtype``, whatever the model's dtype is: a float32 model has the same. They depend on a parameter's name, so
+    that it does not matter which others a model has. Float8 weights (of vLLM's dummy ones 98% are zero) get codes, and all
+    scales of weights are ``SCALE``. If ``dtype`` is float8, other weights are codes times ``SCALE``, too. So a model without
+    the quantisation has the same values, whichever layers are quantised. Scales may be powers of two (``float8_e8m0fnu`` or
+    packed in integers); these stay as they are, as other quantised weights do.
+
+    Raises:
+        ValueError: ``dtype`` is float8, and a kernel of vLLM's has put a layer's weight into another layout.
     """
-    number = 0
-    for module in model.modules():
+    for prefix, module in model.named_modules():
         replicated = isinstance(module, ReplicatedLinear)
         for name, parameter in module.named_parameters(recurse=False):
-            number += 1
-            codes = parameter.dtype == torch.float8_e4m3fn
+            path = f"{prefix}.{name}"
+            if dtype == _FLOAT8 and isinstance(module, LinearBase) and name == "weight":
+                parameter = _out_in(path, module, parameter)
+            codes = parameter.dtype == _FLOAT8
             if parameter.dtype not in _DTYPES and not codes:
                 continue
             if "scale" in name:
-                parameter.fill_(1.0 if "input" in name else STD / CODES)
+                parameter.fill_(1.0 if "input" in name else SCALE)
                 continue
             if parameter.dim() < 2:
                 parameter.fill_(1.0 if name == "weight" else 0.0)
                 continue
             generator = torch.Generator(parameter.device)
-            generator.manual_seed((seed * 2**20 + number) * 2**10 + (0 if replicated else rank))
+            generator.manual_seed(random.Random(f"{path} {seed} {0 if replicated else rank}").getrandbits(63))
             drawn = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
-            drawn.normal_(0.0, CODES if codes else STD, generator=generator)
-            parameter.copy_(drawn.clamp_(-448, 448).to(parameter.dtype) if codes else drawn.to(dtype))
+            drawn.normal_(0.0, STD, generator=generator)
+            if codes or dtype == _FLOAT8:
+                drawn = drawn.div_(SCALE).clamp_(-448, 448).to(_FLOAT8)
+                parameter.copy_(drawn if codes else drawn.float().mul_(SCALE))
+            else:
+                parameter.copy_(drawn.to(dtype))
+
+
+def _out_in(path: str, layer: LinearBase, weight: torch.Tensor) -> torch.Tensor:
+    """``weight`` as [out, in]: itself, or a view if it is held as [in, out]. Strides tell square ones apart."""
+    out, inner = (
+        getattr(layer, f"{side}_size_per_partition", getattr(layer, f"{side}_size")) for side in ("output", "input")
+    )
+    found = weight.t() if weight.dim() == 2 and (weight.stride(0) == 1 or weight.shape != (out, inner)) else weight
+    if found.shape != (out, inner) or found.dtype not in (*_DTYPES, _FLOAT8):
+        raise ValueError(
+            f"{path}: expected a weight of [{out}, {inner}] or its transpose, in float8 or not quantised, got "
+            f"{list(weight.shape)} in {weight.dtype}; a kernel of vLLM's has repacked it"
+        )
+    return found
