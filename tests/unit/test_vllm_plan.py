@@ -256,7 +256,7 @@ def test_without_a_plan_the_start_says_so() -> None:
 @pytest.mark.parametrize(
     ("change", "split", "expected"),
     [
-        ({"quantised": True}, "auto", "split auto: none, nobody has measured how quantised matmuls run beside a sum"),
+        ({"quantised": True}, "auto", "split auto: none, as quantised matmuls leave no SMs to a sum beside them"),
         ({"quantised": True}, "512", "split 512"),
         (
             {"returns_experts": True},

