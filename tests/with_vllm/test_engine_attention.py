@@ -289,10 +289,10 @@ def test_the_start_says_which_steps_are_split_and_these_are(
         finished = mock.Mock(side_effect=leave_off)
         monkeypatch.setattr("tw_compile.hosts.vllm.steps.leave_off", finished)
         outputs = {count: model(count) for count in (8192, first, high)}
-        assert finished.call_count == 4  # of each, and of the steps for their memory: no call is left in flight
+        assert finished.call_count == 6  # of each, and of the three for their memory: no call is left in flight
         assert [len(rows) for rows in outputs.values()] == [8192, first, high]
         (tried,) = ways.tried_ranges
-        assert (tried.low, tried.high, tried.split_from, tried.prepared) == (low, high, high + 1, True)
+        assert (tried.low, tried.high, tried.split_from) == (low, high, high + 1)
         # Of the longest steps, of the first of their range, and of the range tried for its memory.
         assert len(calls) == 3 * 2 * LAYERS
         calls.clear()

@@ -84,3 +84,47 @@ def test_norms_before_layers_that_quantise_tokens_give_float8_and_scales(
     unfused = run(folder, form, PER_TOKEN)
     assert fused.dtype == unfused.dtype
     torch.testing.assert_close(fused, unfused, rtol=0.1, atol=0.1)
+
+
+BLOCKS = {
+    "quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+}
+COMPRESSED_BLOCKS = {
+    "quantization_config": {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]},
+                "input_activations": {
+                    "num_bits": 8,
+                    "type": "float",
+                    "strategy": "group",
+                    "group_size": 128,
+                    "dynamic": True,
+                },
+            }
+        },
+    }
+}
+
+
+@pytest.mark.parametrize("model", [BLOCKS, COMPRESSED_BLOCKS], ids=["fp8", "compressed-tensors"])
+def test_with_scales_of_blocks_norms_stay_apart_from_quantisations_unless_the_user_says_otherwise(
+    folder: Path, model: dict[str, Any]
+) -> None:
+    def merges(compilation: dict[str, Any] | None = None, **arguments: Any) -> bool | None:
+        found = engine_config(folder, hf_overrides=model, compilation=compilation or {}, **arguments)
+        return found.compilation_config.pass_config.fuse_norm_quant
+
+    assert merges(additional_config=ON) is False
+    assert merges({"pass_config": {"fuse_norm_quant": True}}, additional_config=ON) is True
+    assert merges() is True, "vLLM merges them by default, so there is something to keep apart"
+
+
+def test_without_scales_of_blocks_vllm_decides_what_it_merges(folder: Path) -> None:
+    for model in ({}, STATIC, PER_TOKEN):
+        configs = [engine_config(folder, hf_overrides=model, additional_config=more) for more in (ON, {})]
+        ours, vllms = (config.compilation_config.pass_config.fuse_norm_quant for config in configs)
+        assert ours == vllms

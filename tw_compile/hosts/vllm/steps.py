@@ -64,16 +64,35 @@ def dispatch(steps: Steps, parts: Parts, otherwise: Callable[..., Any], whole: P
         results = run(*arguments)
         return (leave_off(results[0]),) if steps.seamed else results
 
+    prepared = False
+
+    def prepare(arguments: Sequence[Any], tokens: int, chosen: Callable[..., Any]) -> None:
+        """Run the longest step of each range, each way, but not ``chosen``, which follows.
+
+        So vLLM counts the memory that our kernels and its own keep. Some of vLLM's, those of experts, get none later, and a
+        whole step of a lower range may need more of it than half of the longest step.
+        """
+        for low, high, run in runs:
+            longest = min(high, tokens)
+            shorter = list(arguments)
+            shorter[steps.argument] = longest
+            for number, dim in steps.rows:
+                shorter[number] = arguments[number].narrow(dim, 0, longest)
+            for way in (run, *(whole_run for ends, (_, whole_run) in both.items() if ends == (low, high))):
+                if low <= longest and way is not chosen:
+                    finished(way, shorter)
+
     def call(*arguments: Any) -> Any:
+        nonlocal prepared
         tokens = arguments[steps.argument]
         for low, high, run in runs:
             if low <= tokens <= high:
                 if (low, high) in both:
                     tried, whole_run = both[low, high]
-                    if not tried.prepared and profiles_memory():
-                        tried.prepared = True
-                        finished(run, arguments)
                     run = run if tokens >= tried.split_from else whole_run
+                if not prepared and profiles_memory():
+                    prepared = True
+                    prepare(arguments, tokens, run)
                 if graphs.limits is not None:
                     return graphs.prepare(partial(finished, run), arguments, tokens)
                 if graphs.prepared is not None:

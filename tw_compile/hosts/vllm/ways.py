@@ -70,15 +70,11 @@ def compiled_as(way: Way) -> Iterator[None]:
 
 @dataclass
 class Tried:
-    """A range that is compiled both ways. Steps of at least ``split_from`` tokens are split; more than ``high``: none is.
-
-    ``prepared``: whether the split steps have their memory. They get it while vLLM profiles its memory.
-    """
+    """A range that is compiled both ways. Steps of at least ``split_from`` tokens are split; more than ``high``: none is."""
 
     low: int
     high: int
     split_from: int = field(init=False)
-    prepared: bool = False
 
     def __post_init__(self) -> None:
         self.split_from = self.high + 1
