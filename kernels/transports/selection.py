@@ -123,7 +123,7 @@ class Chooser(ABC):
 
 
 class Selector(Chooser):
-    """Chooses by the bytes of the message. Beside other work it chooses by the form of the request alone."""
+    """Chooses by the bytes of the message. Beside other work only two ranks do, and others by the request's form alone."""
 
     def __init__(self, steps: Sequence[Step] = (), transport: str = P2P) -> None:
         from tw_compile.kernels.collective.spec import MAX_OVERLAP_SMS
@@ -164,7 +164,7 @@ class Selector(Chooser):
         return (*self._feeding, *by_size) if request.feed_from else by_size
 
     def alternatives(self, request: Request, state: GroupState) -> tuple[Algorithm, ...]:
-        """See :class:`Chooser`. All algorithms of the table. With a wire one kernel serves all sizes."""
+        """See :class:`Chooser`. All algorithms of the table, or all beside other work. With a wire one serves all sizes."""
         if request.wire != EXACT:
             return (self.choose(request, state),)
         if request.overlap_sms:
@@ -249,8 +249,8 @@ def default_steps(transport: str, world_size: int) -> tuple[Step, ...]:
     """Steps for devices that nobody has measured: the kernels that were fastest on measured devices.
 
     One-shot waits once where two-shot waits twice, but all ranks receive and compute all rows. Over peer memory (2 H200, 2 and
-    4 H100) this pays for short messages. With more ranks the messages must be shorter. Through host memory (2 H100) two ranks
-    gain from one-shot as long as the message is short; more ranks never gain.
+    4 H100) this pays for short messages. With more ranks the messages must be shorter. Through host memory (2 H100, 2 H200) two
+    ranks gain from one-shot up to 8 MiB; more ranks never gain.
 
     If the kernel of a step can't run on the device, the kernel that serves all messages takes its place.
     """

@@ -96,8 +96,8 @@ tokens. The split was asked for by a number of tokens. So the tables say what is
 finds that it pays. Nothing ran. `python tests/with_vllm/models_table.py --write` makes this page, in
 [vLLM's environment](../../CONTRIBUTING.md#vllm), and `tests/with_vllm/test_models_table.py` compares it.
 
-With `auto` no quantised model and no model with experts of vLLM's is split yet. Nobody has measured how their matmuls run
-beside a sum, and they can't be told to leave SMs to it ([Splitting](../split.md#quantised-matmuls-and-experts)).
+With `auto` no quantised model and no model with experts of vLLM's is split yet. Their matmuls can't be told to leave SMs to a
+sum beside them, and the planner has no times for them ([Splitting](../split.md#quantised-matmuls-and-experts)).
 """
 
 

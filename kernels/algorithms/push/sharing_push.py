@@ -13,7 +13,7 @@ LEAST_HIDDEN = 1024
 _SHORT_BYTES = 16 * 1024
 """In one-shot, a CTA alone is as fast if it receives less than this of each row, except where there are very few rows."""
 _SMALL_CTA = 128
-"""Threads of CTAs of which an SM holds more than two."""
+"""Threads of CTAs of which an SM could hold more than two."""
 
 
 class SharingPush(Push):
@@ -55,7 +55,7 @@ class SharingPush(Push):
         return ctas * 7 // 8 // cluster
 
     def sms(self, tokens: int, world_size: int) -> int:
-        """See :class:`Algorithm`. The number is that of calls whose rows are shared as far as they can be."""
+        """See :class:`Algorithm`. This is the most, as if the largest clusters shared all rows, with an SM for each CTA."""
         return min(self.local_rows(tokens, world_size) * max(CLUSTERS), self._max_sms)
 
     def prepare(self, request: Request, state: GroupState, spin_limit: int) -> None:

@@ -17,7 +17,7 @@ from tw_compile.report import collect_reports
 
 STD = 0.02
 SCALE = 2.0**-12
-"""Of float8 weights: a weight of 5 deviations is the largest code. Codes times a power of two are exact in all ``_DTYPES``."""
+"""Of float8 weights: the largest code is 5.5 deviations. Codes times a power of two are exact in all ``_DTYPES``."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _FLOAT8 = torch.float8_e4m3fn
 

@@ -69,8 +69,9 @@ def dispatch(steps: Steps, parts: Parts, otherwise: Callable[..., Any], whole: P
     def prepare(arguments: Sequence[Any], tokens: int, chosen: Callable[..., Any]) -> None:
         """Run the longest step of each range, each way, but not ``chosen``, which follows.
 
-        So vLLM counts the memory that our kernels and its own keep. Some of vLLM's, those of experts, get none later, and a
-        whole step of a lower range may need more of it than half of the longest step.
+        So vLLM counts the memory that our kernels and its own keep. vLLM's kernels for experts share a workspace, which vLLM
+        locks when it has captured its graphs. An unsplit step of a lower range may need more of it than half of the longest
+        step.
         """
         for low, high, run in runs:
             longest = min(high, tokens)
