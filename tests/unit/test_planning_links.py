@@ -111,7 +111,7 @@ def test_layers_over_host_memory_are_predicted_within_eight_percent_and_their_sp
     assert (plan.mode, plan.sizes[0]) == (Mode.SPLIT, row.first)
     assert plan.predicted.unfused_us == pytest.approx(row.unfused_us, rel=0.03)
     assert plan.predicted.split_us == pytest.approx(row.split_us, rel=0.03)
-    assert plan.predicted.no_communication_us == pytest.approx(row.no_communication_us, rel=0.08)
+    assert plan.predicted.no_communication_us == pytest.approx(row.no_communication_us, rel=0.07)
     assert plan.rates.startswith("nccl over host-memory: ring 28 us and 29 GB/s each way")
 
 

@@ -60,8 +60,8 @@ def register() -> None:
         user_said = limits.fuse_norm_quant is not None
         original(self)
         installed = _install(self, config)
-        if installed and not user_said and _scales_by_columns(self):
-            limits.fuse_norm_quant = False
+        if installed and not user_said:
+            _keep_norms_apart(self)
         if not installed and limits.fi_allreduce_fusion_max_size_mb != before:
             limits.fi_allreduce_fusion_max_size_mb, compilation.compile_ranges_endpoints = before, ends
             try:
@@ -75,16 +75,23 @@ def register() -> None:
     measure_behind_warm_up()
 
 
-def _scales_by_columns(engine: Any) -> bool:
-    """Whether float8 weights have scales of blocks. vLLM then lays out the scales of activations by columns.
+def _keep_norms_apart(engine: Any) -> None:
+    """Leave norms and quantisations apart where float8 weights have scales of blocks.
 
-    The fused operator lays them out by rows. If vLLM merges a norm with such a quantisation, the sum before it can't be fused.
-    If the two stay apart, sum and norm are fused, and the quantisation is a kernel of its own.
+    vLLM lays out the scales of activations by columns then, and the fused operator does so by rows. If vLLM merges a norm with
+    such a quantisation, the sum before it can't be fused. If the two stay apart, sum and norm are fused, and the quantisation
+    is a kernel of its own.
     """
     quantisation = engine.quant_config
-    return getattr(quantisation, "weight_block_size", None) is not None or bool(
-        hasattr(quantisation, "has_blocked_weights") and quantisation.has_blocked_weights()
-    )
+    try:
+        blocks = getattr(quantisation, "weight_block_size", None) is not None or (
+            hasattr(quantisation, "has_blocked_weights") and quantisation.has_blocked_weights()
+        )
+    except Exception as error:
+        _failed(error)
+        return
+    if blocks:
+        engine.compilation_config.pass_config.fuse_norm_quant = False
 
 
 def _wrap_backend() -> None:
