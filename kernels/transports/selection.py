@@ -169,8 +169,9 @@ class Selector(Chooser):
         if request.wire != EXACT:
             return (self.choose(request, state),)
         if request.overlap_sms:
-            long = (algorithm for algorithm in self._beside if algorithm.obstacle(request, state) is None)
-            return (*(algorithm for _, algorithm in self._two_beside), next(long))
+            of_long = (*self._beside, *(self._with_scales if request.norm.scale_columns else ()))
+            serving = (algorithm for algorithm in of_long if algorithm.obstacle(request, state) is None)
+            return (*(algorithm for _, algorithm in self._two_beside), *itertools.islice(serving, 1))
         alternatives: list[Algorithm] = []
         for *preferred, last in self._of_whole if request.residual_out == "replicated" else self._candidates:
             if preferred:

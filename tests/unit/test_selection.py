@@ -228,8 +228,24 @@ def test_scales_are_made_by_a_kernel_that_can(monkeypatch: pytest.MonkeyPatch, t
         assert ALGORITHMS[chosen.name].scales and chosen.obstacle(request, STATE) is None
         given = replace(request, norm=replace(norm, hidden_dtype=torch.bfloat16, scale_columns=0))
         assert chooser.choose(given, STATE).obstacle(given, STATE) is None
-    if not overlap_sms:
-        assert any(ALGORITHMS[one.name].scales for one in Selector(STEPS).alternatives(request, STATE))
+    assert any(ALGORITHMS[one.name].scales for one in Selector(STEPS).alternatives(request, STATE))
+
+
+@pytest.mark.parametrize(("scales", "wanted"), [(128, ["push_two_shot"]), (0, ["two_shot"])])
+def test_beside_other_work_what_serves_instead_of_refused_kernels_is_loaded_too(
+    monkeypatch: pytest.MonkeyPatch, refused: set[type[Algorithm]], scales: int, wanted: list[str]
+) -> None:
+    """All that is tried first may be refused, and of the rest not all make scales."""
+    refused |= {Stream, SharingPush}
+    norm = NormSpec(1e-5, 0.0, None, torch.bfloat16, torch.bfloat16, scale_columns=scales)
+    x = torch.empty(8, 256, dtype=torch.bfloat16, device="meta")
+    request = Request(x, None, None, None, norm, False, "none", "", 0, overlap_sms=8)
+    monkeypatch.setattr(TwoShot, "obstacle", lambda self, request, state: "no scales" if scales else None)
+    selector = Selector(STEPS)
+    if scales:
+        assert selector.alternatives(request, STATE) == ()
+        refused.discard(SharingPush)
+    assert [one.name for one in selector.alternatives(request, STATE)] == wanted
 
 
 @pytest.mark.parametrize(("device", "world_size"), [("NVIDIA H200", 2), ("NVIDIA H100 80GB HBM3", 4)])
