@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tw_compile.benchmark.vllm.run import write_model
-from tw_compile.benchmark.vllm.spec import VllmSpec, engines, job
+from tw_compile.benchmark.vllm.spec import VllmSpec, engines, is_float8, job
 from tw_compile.cli.app import app
 
 SPEC = VllmSpec("tiny-llama", 2, "bfloat16", (128,), (1,), kinds=("decode",))
@@ -30,6 +30,16 @@ def quantised(folder: Path, quantisation: Any, model: str = "tiny-llama") -> str
     file = folder / "quantised.json"
     file.write_text(json.dumps(values | {"quantization_config": quantisation}))
     return str(file)
+
+
+@pytest.mark.parametrize("name", ["token", "block"])
+def test_the_examples_are_float8_checkpoints_of_the_presets_shape(name: str, tmp_path: Path) -> None:
+    file = Path(__file__).parents[2] / "examples" / "models" / f"llama-3.1-8b-fp8-{name}.json"
+    preset = json.loads(resources.files("tw_compile.configs.models").joinpath("llama-3.1-8b.json").read_text())
+    values = json.loads(file.read_text())
+    assert is_float8(values.pop("quantization_config")) and values == preset
+    spec = dataclasses.replace(SPEC, model=str(file), layers=1)
+    assert write_model(spec, tmp_path).quantization_config["quant_method"] in ("fp8", "compressed-tensors")
 
 
 @pytest.mark.parametrize("quantisation", [BY_BLOCKS, of_compressed(), of_compressed(strategy="block")])

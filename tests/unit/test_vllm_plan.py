@@ -123,6 +123,22 @@ def test_ranges_follow_the_options() -> None:
     assert plan.range_endpoints(ENGINE, config, plan.gates(config, (9, 0))) == [7, 64]
 
 
+@pytest.mark.parametrize(
+    ("change", "options", "expected"),
+    [
+        ({"tensor_parallel_size": 4}, {}, True),
+        ({}, {}, False),  # eight H100 with multicast leave 256 KiB to 64 MiB to multimem
+        ({"max_tokens": 8}, {}, True),
+        ({}, {"transport": "p2p"}, True),
+        ({"tensor_parallel_size": 4}, {"fuse_min_bytes": 2**14}, False),
+        ({"tensor_parallel_size": 4}, {"fuse_max_bytes": 2**30}, False),
+    ],
+)
+def test_whether_all_sums_are_fused(change: dict[str, Any], options: dict[str, Any], expected: bool) -> None:
+    config = replace(VLLM, **options)
+    assert plan.fuses_all(replace(ENGINE, **change), config, plan.gates(config, (9, 0))) is expected
+
+
 def test_a_named_first_half_has_a_range_from_where_the_second_is_half_as_long() -> None:
     def ends(split: str) -> list[int]:
         config = Config(host="vllm-0.24", split=split)

@@ -121,6 +121,8 @@ def test_with_scales_of_blocks_norms_stay_apart_from_quantisations_unless_the_us
     assert merges(additional_config=ON) is False
     assert merges({"pass_config": {"fuse_norm_quant": True}}, additional_config=ON) is True
     assert merges() is True, "vLLM merges them by default, so there is something to keep apart"
+    some_left = {"tw_compile": {"strict": True, "fuse_min_bytes": 4096}}
+    assert merges(additional_config=some_left) is True, "unfused sums keep vLLM's merged kernel"
 
 
 def test_without_scales_of_blocks_vllm_decides_what_it_merges(folder: Path) -> None:

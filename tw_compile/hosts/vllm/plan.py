@@ -380,6 +380,19 @@ def ranges_from(first: int, ends: list[int], max_tokens: int) -> tuple[tuple[int
     return tuple(zip([first, *(end + 1 for end in within)], [*within, max_tokens], strict=True))
 
 
+def fuses_all(engine: Engine, config: Config, choices: tuple[Gate, ...]) -> bool:
+    """Whether all sums of the engine's steps are fused, whichever of the kinds of node the workers find."""
+    if config.fuse_min_bytes or config.fuse_max_bytes is not None:
+        return False
+    row_bytes = row_bytes_of(engine)
+    return config.transport != "auto" or all(
+        verdict.fused
+        for gate in choices
+        for verdict in gate.crossovers(row_bytes, world_size=engine.tensor_parallel_size, dtype=engine.dtype)
+        if verdict.nbytes <= engine.max_tokens * row_bytes
+    )
+
+
 def row_bytes_of(engine: Engine) -> int:
     return engine.hidden_size * DTYPE_BYTES[engine.dtype]
 

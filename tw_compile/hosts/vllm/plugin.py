@@ -61,7 +61,10 @@ def register() -> None:
         original(self)
         installed = _install(self, config)
         if installed and not user_said:
-            _keep_norms_apart(self)
+            try:
+                _keep_norms_apart(self, config)
+            except Exception as error:
+                _failed(error)
         if not installed and limits.fi_allreduce_fusion_max_size_mb != before:
             limits.fi_allreduce_fusion_max_size_mb, compilation.compile_ranges_endpoints = before, ends
             try:
@@ -75,22 +78,25 @@ def register() -> None:
     measure_behind_warm_up()
 
 
-def _keep_norms_apart(engine: Any) -> None:
+def _keep_norms_apart(engine: Any, config: Config) -> None:
     """Leave norms and quantisations apart where float8 weights have scales of blocks.
 
     vLLM lays out the scales of activations by columns then, and the fused operator does so by rows. If vLLM merges a norm with
     such a quantisation, the sum before it can't be fused. If the two stay apart, sum and norm are fused, and the quantisation
-    is a kernel of its own.
+    is a kernel of its own. Where some sums are left as they are, their norms would lose vLLM's merged kernel, so nothing is
+    changed.
     """
+    from tw_compile.hosts.vllm.engine import engine_of
+
     quantisation = engine.quant_config
-    try:
-        blocks = getattr(quantisation, "weight_block_size", None) is not None or (
-            hasattr(quantisation, "has_blocked_weights") and quantisation.has_blocked_weights()
-        )
-    except Exception as error:
-        _failed(error)
+    blocks = getattr(quantisation, "weight_block_size", None) is not None or (
+        hasattr(quantisation, "has_blocked_weights") and quantisation.has_blocked_weights()
+    )
+    if not blocks:
         return
-    if blocks:
+    facts = engine_of(engine)
+    choices = plan.gates(config, _capability(), gpus_reach_each_other(facts.tensor_parallel_size))
+    if plan.fuses_all(facts, config, choices):
         engine.compilation_config.pass_config.fuse_norm_quant = False
 
 
