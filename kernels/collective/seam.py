@@ -30,7 +30,7 @@ import torch
 
 from tw_compile import compat
 from tw_compile.kernels.collective import ops
-from tw_compile.kernels.collective.spec import rows_per_rank
+from tw_compile.kernels.collective.spec import rows_per_rank, slice_of_whole_residual
 from tw_compile.kernels.runtime.operator import define
 
 
@@ -148,11 +148,19 @@ def _row_of(part: torch.Tensor, whole: torch.Tensor) -> int:
 
 
 def own_rows(residual: torch.Tensor, group_name: str, dtype: torch.dtype | None) -> torch.Tensor:
-    """``[rows_per_rank, hidden]`` with the residual's rows that this rank owns. The last ranks may own fewer rows, or none."""
+    """``[rows_per_rank, hidden]`` with the residual's rows that this rank owns. The last ranks may own fewer rows, or none.
+
+    For two ranks it is a slice of all rows, because they may use one-shot for any of the graph's calls, and that needs them.
+    """
     group = compat.resolve_process_group(group_name)
-    per_rank = rows_per_rank(residual.shape[0], group.size())
+    tokens, rank, world_size = residual.shape[0], group.rank(), group.size()
+    per_rank = rows_per_rank(tokens, world_size)
+    if world_size == 2:
+        whole = residual.new_empty((world_size * per_rank, residual.shape[1]), dtype=dtype)
+        whole[:tokens].copy_(residual)
+        return slice_of_whole_residual(whole, world_size, rank)
     rows = residual.new_empty((per_rank, residual.shape[1]), dtype=dtype)
-    own = residual[group.rank() * per_rank : (group.rank() + 1) * per_rank]
+    own = residual[rank * per_rank : (rank + 1) * per_rank]
     rows[: own.shape[0]].copy_(own)
     return rows
 

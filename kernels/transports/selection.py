@@ -56,8 +56,7 @@ P2P, HOST = "p2p", "host"
 _WORDS_BYTES = 128 * 1024
 """Up to this size, host_words is fastest for a message of two ranks. Its words show by themselves that they have arrived. They
 double the bytes from each peer, but save the time of a fence."""
-_HOST_ONE_SHOT_BYTES, _HOST_FEW_SMS_BYTES = 2**22, 2**24
-"""For two ranks: up to where one-shot is the fastest, and then two-shot on 8 SMs. With more SMs a call is slower there."""
+_HOST_ONE_SHOT_BYTES = 2**23
 _PUSH_ONE_SHOT_BYTES = 2_344_687
 """For two ranks. More ranks use one-shot as long as its additional bytes take no longer than two-shot's second hop."""
 _SECOND_HOP_BYTES = 375_000
@@ -252,7 +251,7 @@ def default_steps(transport: str, world_size: int) -> tuple[Step, ...]:
 
     One-shot waits once where two-shot waits twice, but all ranks receive and compute all rows. Over peer memory (2 H200, 2 and
     4 H100) this pays for short messages. With more ranks the messages must be shorter. Through host memory (2 H100, 2 H200) two
-    ranks gain from one-shot up to 4 MiB, and from fewer SMs up to 16 MiB; more ranks never gain from one-shot.
+    ranks gain from one-shot up to 8 MiB; more ranks never gain.
 
     If the kernel of a step can't run on the device, the kernel that serves all messages takes its place.
     """
@@ -264,17 +263,10 @@ def default_steps(transport: str, world_size: int) -> tuple[Step, ...]:
             Step(world_size, most, "push_one_shot", 128),
             Step(world_size, UNLIMITED, "push_two_shot", 128),
         )
-    few_sms = (
-        (
-            Step(world_size, _HOST_ONE_SHOT_BYTES, "host_one_shot", 8),
-            Step(world_size, _HOST_FEW_SMS_BYTES, "host_two_shot", 8),
-        )
-        if world_size == 2
-        else ()
-    )
+    one_shot = (Step(world_size, _HOST_ONE_SHOT_BYTES, "host_one_shot", 8),) if world_size == 2 else ()
     return (
         Step(world_size, _WORDS_BYTES // (world_size - 1), "host_words", 128),
-        *few_sms,
+        *one_shot,
         Step(world_size, UNLIMITED, "host_two_shot", 16),
     )
 

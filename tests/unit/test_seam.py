@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tw_compile.kernels.collective import seam
 from tw_compile.kernels.collective.seam import enter_layers, leave_halves, leave_layers, leave_off
+from tw_compile.kernels.collective.spec import whole_residual
 from tw_compile.testing import fake_process_group
 
 T, H, GROUP = 5, 8, "0"
@@ -39,8 +41,9 @@ def test_halves_enter_with_their_rows_of_what_is_whole(dtype: torch.dtype | None
         assert torch.equal(hidden, HIDDEN[rows])
         expected = RESIDUAL[rows] if dtype is None else RESIDUAL[rows][: -(-len(hidden) // 2)].to(dtype)
         assert residual.dtype == expected.dtype and torch.equal(residual, expected)
-        for one in (hidden, residual):  # aligned, as a compiler takes its inputs to be, and nobody else's
-            assert one.is_contiguous() and one.untyped_storage().nbytes() == one.nbytes
+        # Nobody else's memory. Of a sharded residual all rows are there, because two ranks may go on by one-shot.
+        for one, times in ((hidden, 1), (residual, 1 if dtype is None else 2)):
+            assert one.is_contiguous() and one.untyped_storage().nbytes() == times * one.nbytes
     assert seam.left_now is None  # all of it is taken
 
 
@@ -97,3 +100,20 @@ def test_a_compiler_is_told_the_shapes() -> None:
         assert [(tuple(one.shape), one.dtype) for one in entered] == [((T, H), torch.bfloat16), ((3, H), torch.float32)]
         halves = leave_halves(hidden[4:], rows[:1], [], GROUP, 1, hidden[:4], rows[:2], True, T)
         assert halves.shape == (T, H)
+
+
+@pytest.mark.parametrize(("world_size", "tokens"), [(2, 5), (2, 6), (4, 5)])
+def test_own_rows_of_two_ranks_are_a_slice_of_all_rows(
+    monkeypatch: pytest.MonkeyPatch, world_size: int, tokens: int
+) -> None:
+    """Two ranks may use one-shot, which computes all rows, for the calls of the graph that is entered."""
+    residual = torch.arange(tokens * 8, dtype=torch.float32).view(tokens, 8)
+    for rank in range(world_size):
+        group = SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: world_size)
+        monkeypatch.setattr(seam.compat, "resolve_process_group", lambda name, group=group: group)
+        rows = seam.own_rows(residual, "g", torch.bfloat16)
+        own = residual[rank * rows.shape[0] : (rank + 1) * rows.shape[0]]
+        assert rows.dtype == torch.bfloat16 and torch.equal(rows[: len(own)].float(), own)
+        whole = whole_residual(rows, tokens, world_size, rank)
+        assert (whole is not None) is (world_size == 2)
+        assert whole is None or torch.equal(whole.float(), residual)

@@ -132,6 +132,7 @@ def test_ranges_follow_the_options() -> None:
         ({}, {"transport": "p2p"}, True),
         ({"tensor_parallel_size": 4}, {"fuse_min_bytes": 2**14}, False),
         ({"tensor_parallel_size": 4}, {"fuse_max_bytes": 2**30}, False),
+        ({"tensor_parallel_size": 4}, {"fuse": False}, False),
     ],
 )
 def test_whether_all_sums_are_fused(change: dict[str, Any], options: dict[str, Any], expected: bool) -> None:

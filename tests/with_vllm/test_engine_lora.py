@@ -114,3 +114,14 @@ def test_groups_with_adapters_are_left_whole_by_name(
     assert all("reads which tokens of a whole step have which adapter" in split.detail for split in splits)
     whole, _ = run(engine(folder, split="off"))
     assert all(torch.equal(one, other) for one, other in zip(found, whole, strict=True))
+
+
+def test_shorter_steps_are_not_made_of_one_whose_tokens_are_sorted_by_adapter(
+    folder: Path, graphs: list[fx.Graph]
+) -> None:
+    """While vLLM profiles its memory adapters are active, and their kernels have the order of all tokens."""
+    config = engine(folder, fuse_min_bytes=64 * 64 * 2)
+    assert 63 in config.compilation_config.compile_ranges_endpoints, "steps of up to 63 tokens are a range of their own"
+    step = [1, 2] * (MAX_TOKENS // 2)
+    with decoder(adapters.adapted, config) as model:
+        assert len(model(len(step), adapters.step_of(step))) == len(step)

@@ -38,9 +38,11 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Called:
     return found
 
 
-def dispatched(ranges: dict[tuple[int, int], str], whole: dict[tuple[int, int], str]) -> Callable[..., Any]:
+def dispatched(
+    ranges: dict[tuple[int, int], str], whole: dict[tuple[int, int], str], cuttable: bool = True
+) -> Callable[..., Any]:
     """Runs steps whose arguments are positions [3, tokens], the number of tokens, and rows [tokens, 8]."""
-    how = steps.Steps("", [], [], frozenset(), 1, ((0, 1), (2, 0)), False)
+    how = steps.Steps("", [], [], frozenset(), 1, ((0, 1), (2, 0)), False, cuttable)
     parts = {ends: {name: lambda: None} for ends, name in ranges.items()}
     return steps.dispatch(how, parts, lambda *_: "pieces", {ends: {name: lambda: None} for ends, name in whole.items()})
 
@@ -80,3 +82,11 @@ def test_a_step_that_serves_prepares_nothing(called: Called, monkeypatch: pytest
     monkeypatch.setattr(steps, "profiles_memory", lambda: False)
     call(*arguments(2048))
     assert called == [("halves", shapes(2048))] and call(*arguments(512)) == "pieces"
+
+
+def test_of_steps_that_need_all_their_tokens_only_the_other_way_runs(called: Called) -> None:
+    """Adapters sort the tokens of a whole step, and data-parallel ranks tell each other how many they have."""
+    both = {(1536, 2048): "whole"}
+    call = dispatched({(513, 1535): "short", (1536, 2048): "halves"}, both, cuttable=False)
+    call(*arguments(2048))
+    assert called == [("halves", shapes(2048)), ("whole", shapes(2048))]

@@ -28,7 +28,7 @@ from tw_compile.kernels.collective.side_stream import cluster_size
 from tw_compile.kernels.collective.slot import HOST_MAX_CTAS as MAX_CTAS
 from tw_compile.kernels.collective.slot import OUTBOX, GroupState, Slot
 from tw_compile.kernels.collective.spec import Request
-from tw_compile.kernels.collective.wires import WIRES
+from tw_compile.kernels.collective.wires import EXACT, WIRES
 
 WORKERS = 512
 """Threads of a CTA that move rows, unless one row needs more threads."""
@@ -187,16 +187,22 @@ class HostRows(RowKernel):
         super().__init__("host_one_shot" if one_shot else "host_two_shot", one_shot, max_sms)
 
     def needs(self, request: Request, world_size: int) -> dict[str, int]:
-        """See :class:`Algorithm`."""
-        return {OUTBOX: outbox_bytes(self._shape(request, world_size))}
+        """See :class:`Algorithm`.
+
+        Beside other work two ranks use both forms, by the size of the message. A slot has room for both at once: growing is
+        collective, and impossible in a capture.
+        """
+        both = world_size == 2 and request.overlap_sms > 0 and request.wire == EXACT
+        forms = (True, False) if both else (self._one_shot,)
+        return {OUTBOX: max(outbox_bytes(self._shape(request, world_size, one_shot)) for one_shot in forms)}
 
     def defines(self, request: Request, state: GroupState) -> dict[str, int | str]:
         """See :class:`RowKernel`."""
-        return {"ONE_SHOT": int(self._one_shot), **self._shape(request, state.world_size).defines()}
+        return {"ONE_SHOT": int(self._one_shot), **self._own_shape(request, state).defines()}
 
     def options(self, request: Request, state: GroupState) -> dict[str, Any]:
         """See :class:`RowKernel`."""
-        shape = self._shape(request, state.world_size)
+        shape = self._own_shape(request, state)
         return {
             "block": shape.block,
             "shared_bytes": shape.shared_bytes,
@@ -211,7 +217,7 @@ class HostRows(RowKernel):
         return cluster_size(self._ctas(request, state), state.device)
 
     def _ctas(self, request: Request, state: GroupState) -> int:
-        groups = self._shape(request, state.world_size).groups
+        groups = self._own_shape(request, state).groups
         turns = -(-self.local_rows(request.x.shape[0], state.world_size) // groups)
         return min(turns, request.limited(self._max_sms))
 
@@ -229,6 +235,9 @@ class HostRows(RowKernel):
         )
         return [(params, self._ctas(request, state))]
 
-    def _shape(self, request: Request, world_size: int) -> Shape:
+    def _own_shape(self, request: Request, state: GroupState) -> Shape:
+        return self._shape(request, state.world_size, self._one_shot)
+
+    def _shape(self, request: Request, world_size: int, one_shot: bool) -> Shape:
         capability = torch.cuda.get_device_capability(request.x.device)
-        return shape_for(request, world_size, self._one_shot, stage_budget(capability))
+        return shape_for(request, world_size, one_shot, stage_budget(capability))

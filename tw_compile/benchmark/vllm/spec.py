@@ -295,15 +295,16 @@ def traces_of(group: Sequence[EngineStart]) -> tuple[Trace, ...]:
 def job(engine: EngineStart, spec: VllmSpec, config: Any) -> dict[str, Any]:
     """The job that the engine's process gets, as plain values; ``config`` is the model's configuration.
 
-    ``dtype`` is what weights are rounded to: float8 if the checkpoint's are in float8.
+    ``dtype`` is what weights are rounded to: float8 if the checkpoint's are in float8 and a reference must have the same ones.
     """
     quantisation = getattr(config, "quantization_config", None) or {}
+    compared = any(variant.kind == "reference" for variant in variants(spec))
     return {
         "arguments": dict(engine.arguments),
         "traces": [asdict(trace) for trace in engine.traces],
         "repeats": spec.repeats,
         "seed": spec.seed,
-        "dtype": "float8_e4m3fn" if is_float8(quantisation) else spec.dtype,
+        "dtype": "float8_e4m3fn" if compared and is_float8(quantisation) else spec.dtype,
         "vocabulary": config.vocab_size,
         "together": spec.together,
     }

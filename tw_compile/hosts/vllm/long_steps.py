@@ -70,7 +70,9 @@ def add_long_steps(
     called.__dict__.update(parts[ranges[0]])  # compiled parts, because graphs would become part of the code
     bare = frozenset(name for name, part in cut.module.named_children() if not _returns_tuple(part))
     code, names, constants = generate_execution_code(called)
-    steps = Steps(code, names, constants, bare, counts[0], _rows(graph), cut.seamed)
+    engine = backend.vllm_config
+    cuttable = engine.lora_config is None and engine.parallel_config.data_parallel_size == 1
+    steps = Steps(code, names, constants, bare, counts[0], _rows(graph), cut.seamed, cuttable)
     result = function
     if envs.VLLM_USE_MEGA_AOT_ARTIFACT:
         from tw_compile.hosts.vllm.artifact import WithLongSteps

@@ -382,7 +382,7 @@ def ranges_from(first: int, ends: list[int], max_tokens: int) -> tuple[tuple[int
 
 def fuses_all(engine: Engine, config: Config, choices: tuple[Gate, ...]) -> bool:
     """Whether all sums of the engine's steps are fused, whichever of the kinds of node the workers find."""
-    if config.fuse_min_bytes or config.fuse_max_bytes is not None:
+    if not config.fuse or config.fuse_min_bytes or config.fuse_max_bytes is not None:
         return False
     row_bytes = row_bytes_of(engine)
     return config.transport != "auto" or all(

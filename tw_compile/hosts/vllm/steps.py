@@ -19,7 +19,8 @@ class Steps:
 
     ``code``, with its ``constants``, calls the parts by ``names``. Parts in ``bare`` return no tuple. The argument with the
     number ``argument`` is the number of tokens. The arguments ``rows`` have a row for each token: their numbers, and which
-    dimension that is. ``seamed`` is as in :class:`~tw_compile.hosts.vllm.groups.Cut`.
+    dimension that is. ``seamed`` is as in :class:`~tw_compile.hosts.vllm.groups.Cut`. ``cuttable``: a step also runs with
+    fewer tokens than vLLM has prepared it for. Steps with adapters, or of several data-parallel ranks, do not.
     """
 
     code: str
@@ -29,6 +30,7 @@ class Steps:
     argument: int
     rows: tuple[tuple[int, int], ...]
     seamed: bool
+    cuttable: bool
 
 
 Parts = dict[tuple[int, int], dict[str, Callable[..., Any]]]
@@ -75,6 +77,8 @@ def dispatch(steps: Steps, parts: Parts, otherwise: Callable[..., Any], whole: P
         """
         for low, high, run in runs:
             longest = min(high, tokens)
+            if longest < tokens and not steps.cuttable:
+                continue
             shorter = list(arguments)
             shorter[steps.argument] = longest
             for number, dim in steps.rows:
