@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from tw_compile.hosts.vllm import step_graphs, steps, ways
+from tw_compile.hosts.vllm.long_steps import is_cuttable
 
 Called = list[tuple[str, list[Any]]]
 pytestmark = pytest.mark.usefixtures("groups")
@@ -90,3 +92,9 @@ def test_of_steps_that_need_all_their_tokens_only_the_other_way_runs(called: Cal
     call = dispatched({(513, 1535): "short", (1536, 2048): "halves"}, both, cuttable=False)
     call(*arguments(2048))
     assert called == [("halves", shapes(2048)), ("whole", shapes(2048))]
+
+
+@pytest.mark.parametrize(("lora", "data_parallel", "expected"), [(None, 1, True), (None, 2, False), ("some", 1, False)])
+def test_which_steps_need_all_their_tokens(lora: str | None, data_parallel: int, expected: bool) -> None:
+    parallel = SimpleNamespace(data_parallel_size=data_parallel)
+    assert is_cuttable(SimpleNamespace(lora_config=lora, parallel_config=parallel)) is expected

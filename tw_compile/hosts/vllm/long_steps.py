@@ -70,8 +70,7 @@ def add_long_steps(
     called.__dict__.update(parts[ranges[0]])  # compiled parts, because graphs would become part of the code
     bare = frozenset(name for name, part in cut.module.named_children() if not _returns_tuple(part))
     code, names, constants = generate_execution_code(called)
-    engine = backend.vllm_config
-    cuttable = engine.lora_config is None and engine.parallel_config.data_parallel_size == 1
+    cuttable = is_cuttable(backend.vllm_config)
     steps = Steps(code, names, constants, bare, counts[0], _rows(graph), cut.seamed, cuttable)
     result = function
     if envs.VLLM_USE_MEGA_AOT_ARTIFACT:
@@ -83,6 +82,11 @@ def add_long_steps(
     message = "tw_compile: steps of %d tokens and more run by %d groups of layers, ranges end at %s, compiled in %.1f s"
     logger.info(message, first, len(rest), ends, took)
     return result
+
+
+def is_cuttable(engine: Any) -> bool:
+    """:attr:`Steps.cuttable`. Adapters sort the tokens of a whole step, and data-parallel ranks say how many they have."""
+    return engine.lora_config is None and bool(engine.parallel_config.data_parallel_size == 1)
 
 
 def _rows(graph: fx.GraphModule) -> tuple[tuple[int, int], ...]:

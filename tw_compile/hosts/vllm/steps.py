@@ -77,14 +77,14 @@ def dispatch(steps: Steps, parts: Parts, otherwise: Callable[..., Any], whole: P
         """
         for low, high, run in runs:
             longest = min(high, tokens)
-            if longest < tokens and not steps.cuttable:
+            if longest < low or (longest < tokens and not steps.cuttable):
                 continue
             shorter = list(arguments)
             shorter[steps.argument] = longest
             for number, dim in steps.rows:
                 shorter[number] = arguments[number].narrow(dim, 0, longest)
             for way in (run, *(whole_run for ends, (_, whole_run) in both.items() if ends == (low, high))):
-                if low <= longest and way is not chosen:
+                if way is not chosen:
                     finished(way, shorter)
 
     def call(*arguments: Any) -> Any:
