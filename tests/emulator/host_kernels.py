@@ -11,7 +11,7 @@ import torch
 
 from emulator.kernels import ALGORITHMS, Call, Form, Machine, make_call, partial_sums, table
 from tw_compile.kernels.algorithms.host.host_rows import COUNTERS_BYTES, HostRowsParams, Shape, half_bytes, outbox_bytes
-from tw_compile.kernels.algorithms.host.host_words import HostWords, HostWordsParams
+from tw_compile.kernels.algorithms.host.host_words import NAMES, HostWordsParams, erased_lines, shape_of
 from tw_compile.kernels.collective.cuda_variant import row_defines, statistics_bytes
 from tw_compile.kernels.collective.slot import HOST_MAX_CTAS
 from tw_compile.kernels.collective.spec import rows_per_rank
@@ -60,7 +60,7 @@ class HostMachine(Machine):
 
 
 class WordsMachine(HostMachine):
-    """``host_words.cu``."""
+    """``host_words.cu``; ``calls`` calls have gone before. ``at_once``: vectors of a row that a thread receives at a time."""
 
     def __init__(
         self,
@@ -71,13 +71,19 @@ class WordsMachine(HostMachine):
         most_tokens: int,
         seed: int,
         threads: int,
+        at_once: int = 3,
+        names: int = NAMES,
+        calls: int = 0,
         **options: Any,
     ) -> None:
-        example = make_call(form, partial_sums(world_size, most_tokens, hidden_size, form.dtype, 0), 0)
-        self.threads = threads
-        self.capacity = HostWords().needs(example.ranks[0].request, world_size)["words"]
-        described = {"defines": {"THREADS": threads}, "capacity": self.capacity, "state_words": 2}
+        shape = shape_of(hidden_size, form.dtype.itemsize, threads, at_once)
+        self.threads, self.names, self.capacity = threads, names, 2 * most_tokens * shape.row_bytes
+        defines = shape.defines() | {"NAMES": names}
+        described = {"defines": defines, "capacity": self.capacity, "state_words": 2}
         super().__init__("host_words", world_size, hidden_size, form, seed, **described, **options)
+        for outbox in self.slots:
+            for state in outbox.states:
+                state[0] = calls
 
     def call(
         self,
@@ -98,6 +104,7 @@ class WordsMachine(HostMachine):
                 state=mine.states[rank].data_ptr(),
                 status=mine.status[rank].data_ptr(),
                 part_bytes=self.capacity // 2,
+                erased=erased_lines(self.capacity // 2, self.names),
                 **self.shared_parameters(rank, own),
             )
             shared_bytes = statistics_bytes(own.request, 1, self.threads // 32)

@@ -12,7 +12,7 @@ import pytest
 from emulator.broken import broken_copy, check_caught
 from emulator.kernels import ALGORITHMS, FP8, FP32, Form
 from emulator.test_host_kernels import random_calls, rows, words
-from emulator.test_kernels import WHOLE
+from emulator.test_kernels import MOST_TOKENS, WHOLE
 
 Run = Callable[[Path | None, int], None]
 SEEDS = range(40)
@@ -23,6 +23,15 @@ def run_words(source: Path | None, seed: int, form: Form = WHOLE) -> None:
     options = _LIMITS | {"resident": 2 + seed % 5, "sources": None if source is None else source.parent}
     machine = words(3, 264, form, seed, **options)
     random_calls(machine, seed, 6)
+    machine.run()
+
+
+def run_named_again(source: Path | None, seed: int) -> None:
+    names = 9
+    options = _LIMITS | {"resident": 2, "sources": None if source is None else source.parent}
+    machine = words(2, 72, WHOLE, seed, names=names, **options)
+    for number in range(2 * names + 1):
+        machine.call(MOST_TOKENS if number % (2 * names) == 0 else 1, 2)
     machine.run()
 
 
@@ -41,8 +50,11 @@ NARROW = {"groups": 1, "ring": 2, "ahead": 1, "depth": 1}
 
 BROKEN_WORDS: dict[str, tuple[Run, str, str]] = {
     "one part": (run_words, "(number & 1) * p.part_bytes", "0"),
-    "half a line speaks for the other": (run_words, " || (uint32_t)(words[1] >> 32) != number", ""),
-    "words are not numbered": (run_words, "(uint64_t)number << 32", "1ull << 32"),
+    "half a line speaks for the other": (run_words, " || words[1] >> 48 != name", ""),
+    "words do not name their call": (run_words, "(uint64_t)name << 48", "1ull << 48"),
+    "words of a call with the same name stay": (run_named_again, "if (blockIdx.x == 0) call.erase();", ""),
+    "erases the same lines in each call": (run_named_again, "(number >> 1) % shares", "0"),
+    "erases what it has just sent": (run_named_again, "begin + i >= p.tokens * ROW_LINES && ", ""),
     "calls are not counted": (run_words, "p.state->calls = call.number;", ""),
     "first CTA counts the call": (
         run_words,
@@ -52,8 +64,8 @@ BROKEN_WORDS: dict[str, tuple[Run, str, str]] = {
     "starts before the call before has ended": (run_words, "  grid_dependency_wait();\n", ""),
     "adds in another order on each rank": (
         partial(run_words, form=Form(FP32, residual_dtype=FP32)),
-        "rank == p.rank ? own.vectors[v] : got[rank]",
-        "rank == 0 ? own.vectors[v] : got[rank == p.rank ? 0 : rank]",
+        "rank == p.rank ? own.vectors[v].words[i] : got[rank]",
+        "rank == 0 ? own.vectors[v].words[i] : got[rank == p.rank ? 0 : rank]",
     ),
     "rows share partial sums": (run_words, "partials + parity * WARPS", "partials"),
 }
@@ -140,7 +152,7 @@ def test_broken_kernels_are_caught(tmp_path: Path, name: str) -> None:
     check_caught(run, broken, SEEDS)
 
 
-@pytest.mark.parametrize("run", [run_words, ONE_SHOT, TWO_SHOT, partial(run_rows, one_shot=True, **NARROW)])
+@pytest.mark.parametrize("run", [run_words, run_named_again, ONE_SHOT, TWO_SHOT, partial(run_rows, one_shot=True, **NARROW)])
 def test_kernels_as_they_are_pass(run: Run) -> None:
     """What catches the broken ones lets these pass."""
     for seed in SEEDS[:6]:

@@ -54,7 +54,7 @@ def random_calls(machine: WordsMachine | RowsMachine, seed: int, count: int, slo
 @pytest.mark.parametrize("form", FORMS)
 def test_words_give_what_the_operator_asks_for(form: str) -> None:
     for seed, world_size in enumerate((2, 3)):
-        machine = words(world_size, 264, FORMS[form], seed, threads=32 * world_size - 32)
+        machine = words(world_size, 264, FORMS[form], seed, threads=32 * world_size - 32, at_once=3 - 2 * seed)
         for tokens, max_sms in ((5, 2), (1, 2), (7, 3), (MOST_TOKENS, 1)):
             machine.call(tokens, max_sms)
         machine.run()
@@ -76,13 +76,33 @@ def test_rows_give_what_the_operator_asks_for(form: str, one_shot: bool) -> None
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("world_size", "hidden_size", "threads", "form"),
-    [(2, 264, 32, WHOLE), (3, 136, 32, LLAMA), (4, 72, 64, WHOLE), (8, 72, 32, FORMS["fp32"])],
+    ("world_size", "hidden_size", "threads", "at_once", "form"),
+    [
+        (2, 264, 32, 1, WHOLE),
+        (2, 776, 32, 3, WHOLE),  # 97 vectors: one thread has a fourth one, in a set of its own
+        (3, 136, 32, 2, LLAMA),
+        (4, 72, 64, 3, WHOLE),
+        (8, 72, 32, 1, FORMS["fp32"]),
+    ],
 )
-def test_calls_in_words_follow_each_other(world_size: int, hidden_size: int, threads: int, form: Form) -> None:
+def test_calls_in_words_follow_each_other(
+    world_size: int, hidden_size: int, threads: int, at_once: int, form: Form
+) -> None:
     for seed in range(3 if world_size == 8 else 6):
-        machine = words(world_size, hidden_size, form, seed, threads=threads, resident=1 + seed % 5)
+        shape = {"threads": threads, "at_once": at_once}
+        machine = words(world_size, hidden_size, form, seed, resident=1 + seed % 5, **shape)
         random_calls(machine, seed, 8)
+        machine.run()
+
+
+@pytest.mark.parametrize("calls", [0, 2**32 - 9])
+def test_words_of_a_call_with_the_same_name_are_erased(calls: int) -> None:
+    """One rank comes late to the second long call, and the others find words of the first one or nothing."""
+    names = 9
+    for seed in range(4):
+        machine = words(2, 72, WHOLE, seed, names=names, calls=calls - 2**32 * (calls >= 2**31), slots=1, resident=2)
+        for number in range(2 * names + 1):
+            machine.call(MOST_TOKENS if number % (2 * names) == 0 else 1, 2)
         machine.run()
 
 

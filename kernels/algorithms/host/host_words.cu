@@ -2,21 +2,27 @@
 //
 // Every rank writes its rows to its own outbox in host memory, once. Every rank reads the rows of all others, computes all
 // rows, and adds up in rank order, so all ranks have equal bits. There is no barrier and no fence: a row is sent as 64-bit
-// words, each with 32 bits of data and the number of the call (NCCL calls this protocol LL). A word is read and written whole,
-// so whoever reads the number of the call has the data, too. That doubles the bytes, which costs small messages little.
+// words, each with 48 bits of data and 16 bits that name the call. (NCCL's protocol LL has 32 of each.) A word is read and
+// written whole, so whoever reads the name of the call has the data, too. Four thirds of the bytes travel.
 //
 // Why this is correct
 // -------------------
 // An outbox is two parts that calls use in turn. Call k+2 overwrites what call k left. It starts when this rank's call k+1 has
 // ended, and that call needed words of every peer's call k+1. A peer starts its call k+1 when its call k has ended, with all
-// its reads. Words of earlier calls have another number, those of unused memory have 0, and calls count from 1.
+// its reads.
+//
+// Names. Unused memory has 0, and calls have 1 .. NAMES in turn. So a name comes back in a part after NAMES of its calls, and
+// no word may lie there for so long. A call writes the words of its rows. Of all other words of its part each call erases a
+// few, so that after NAMES / 4 calls of a part none has been left out. Nobody reads them meanwhile: the calls that did have
+// ended. The count of calls starts again from 0 after 2^32 of them. There one name is skipped to another, and it comes back
+// after half as many calls; the erased lines start again, too. That is why it is a quarter and not the whole.
 //
 // CTA b of a rank waits only for words that the peers' CTAs send. CTAs send a row before they wait for one, and take their rows
 // in turn. So a call ends if on every rank at least one of its CTAs can run at a time. The state lives in device memory, so
 // graph replays and launches of other shapes may follow each other.
 //
 // Set by definitions, beside those of row.cuh and EPILOGUE: WORLD_SIZE, THREADS, RESIDUAL_SHARDED (0), RESIDUAL_OUT,
-// SPIN_LIMIT, PREFETCH.
+// SPIN_LIMIT, PREFETCH, AT_ONCE (vectors of a row that a thread receives at a time), NAMES.
 
 #include "epilogue.cuh"
 #include "wire.cuh"
@@ -40,6 +46,7 @@ struct HostWordsParams {
   HostWordsState* state;
   int32_t* status;                  // [grid, 8]: what a thread gave up waiting for
   uint64_t part_bytes;
+  int32_t erased;  // lines of a part that a call erases
   int32_t rank;
   int32_t tokens;
   float eps;
@@ -54,29 +61,59 @@ static_assert(!RESIDUAL_SHARDED && RESIDUAL_OUT != OWN_ROWS, "every rank needs a
 using Row = RowPart<THREADS>;
 inline constexpr int VECTORS = Row::VECTORS;
 inline constexpr int WARPS = THREADS / 32;
-inline constexpr int LINES = sizeof(X_TYPE);  // lines of 16 bytes, two words each, that a vector takes
-inline constexpr uint64_t ROW_BYTES = LINES * ROW_VECTORS * 16ull;
+inline constexpr int PIECES = 2 * sizeof(X_TYPE);  // 32-bit pieces of a vector
+
+// A line is 16 bytes: two words, with three pieces of a thread's vectors. A line may begin in one vector and end in the next.
+// Vectors are received AT_ONCE at a time, and each such set begins a line of its own. Lines with the same number, of all
+// threads, lie together, so neighbouring threads access neighbouring lines. A thread that lacks the last vector lacks the lines
+// that begin in it, and no room is left for them.
+inline constexpr int SETS = (VECTORS + AT_ONCE - 1) / AT_ONCE;
+constexpr int lines_of(int vectors) { return (vectors * PIECES + 2) / 3; }
+inline constexpr int SET_LINES = lines_of(AT_ONCE);
+inline constexpr int LINES = (SETS - 1) * SET_LINES + lines_of(VECTORS - (SETS - 1) * AT_ONCE);
+inline constexpr int LINES_OF_ALL = (SETS - 1) * SET_LINES + lines_of(VECTORS - (SETS - 1) * AT_ONCE - 1);
+inline constexpr int THREADS_WITH_LAST = ROW_VECTORS - (VECTORS - 1) * THREADS;
+constexpr uint32_t begin_of(int line) {
+  return smaller(line, LINES_OF_ALL) * THREADS + larger(line - LINES_OF_ALL, 0) * THREADS_WITH_LAST;
+}
+inline constexpr uint32_t ROW_LINES = begin_of(LINES);
 
 struct Call {
   const HostWordsParams& p;
-  uint32_t number;
+  uint32_t number, thread, name;
 
-  // Neighbouring threads access neighbouring lines: lines with the same index, of all vectors, lie together.
-  DEVICE uint8_t* line(int rank, int row, int index, uint32_t column) const {
-    return p.outboxes[rank] + (number & 1) * p.part_bytes + row * ROW_BYTES + (index * ROW_VECTORS + column / 8) * 16ull;
+  DEVICE Call(const HostWordsParams& p, uint32_t number, uint32_t thread)
+      : p(p), number(number), thread(thread), name(number % NAMES + 1) {}
+
+  DEVICE uint8_t* part(int rank) const { return p.outboxes[rank] + (number & 1) * p.part_bytes; }
+  DEVICE uint8_t* line(int rank, int row, int line) const {
+    return part(rank) + ((uint64_t)row * ROW_LINES + begin_of(line) + thread) * 16;
+  }
+  DEVICE bool has(int line) const {
+    return line < LINES_OF_ALL || (line < LINES && (int)thread < THREADS_WITH_LAST);
+  }
+  // Piece number `piece` of a set; 0 behind the last one.
+  static DEVICE uint32_t piece_of(const Eight<X_TYPE> (&vectors)[VECTORS], int set, int piece) {
+    const int vector = set * AT_ONCE + piece / PIECES;
+    return piece < AT_ONCE * PIECES && vector < VECTORS ? vectors[smaller(vector, VECTORS - 1)].words[piece % PIECES] : 0;
   }
 
-  DEVICE void send(int row, uint32_t column, const Eight<X_TYPE>& eight) const {
+  DEVICE void send(int row, const Eight<X_TYPE> (&vectors)[VECTORS]) const {
+    const uint64_t named = (uint64_t)name << 48;
 #pragma unroll
-    for (int index = 0; index < LINES; ++index) {
-      const uint64_t flag = (uint64_t)number << 32;
-      const uint64_t words[2] = {flag | eight.words[2 * index], flag | eight.words[2 * index + 1]};
-      store_pairs_relaxed_sys(line(p.rank, row, index, column), words);
-    }
+    for (int set = 0; set < SETS; ++set)
+#pragma unroll
+      for (int index = 0; index < SET_LINES; ++index) {
+        if (!has(set * SET_LINES + index)) continue;
+        const uint32_t halves = piece_of(vectors, set, 3 * index + 1);
+        const uint64_t words[2] = {named | (uint64_t)(halves & 0xffff) << 32 | piece_of(vectors, set, 3 * index),
+                                   named | (uint64_t)(halves >> 16) << 32 | piece_of(vectors, set, 3 * index + 2)};
+        store_pairs_relaxed_sys(line(p.rank, row, set * SET_LINES + index), words);
+      }
   }
 
-  // Polls until one vector of a row has arrived from all peers.
-  DEVICE void receive(Eight<X_TYPE> (&got)[WORLD_SIZE], int row, uint32_t column) const {
+  // Polls until a set of a row's vectors has arrived from all peers.
+  DEVICE void receive(Eight<X_TYPE> (&got)[WORLD_SIZE][AT_ONCE], int row, int set) const {
     [[maybe_unused]] uint32_t polls = 0;
     uint32_t missing;
     do {
@@ -85,12 +122,18 @@ struct Call {
       for (int rank = 0; rank < WORLD_SIZE; ++rank) {
         if (rank == p.rank) continue;
 #pragma unroll
-        for (int index = 0; index < LINES; ++index) {
+        for (int index = 0; index < SET_LINES; ++index) {
+          if (!has(set * SET_LINES + index)) continue;
           uint64_t words[2];
-          load_pairs_relaxed_sys(words, line(rank, row, index, column));
-          if ((uint32_t)(words[0] >> 32) != number || (uint32_t)(words[1] >> 32) != number) missing |= 1u << rank;
-          got[rank].words[2 * index] = (uint32_t)words[0];
-          got[rank].words[2 * index + 1] = (uint32_t)words[1];
+          load_pairs_relaxed_sys(words, line(rank, row, set * SET_LINES + index));
+          if (words[0] >> 48 != name || words[1] >> 48 != name) missing |= 1u << rank;
+          const uint32_t halves = (uint32_t)(words[0] >> 32 & 0xffff) | (uint32_t)(words[1] >> 32) << 16;
+          const uint32_t pieces[3] = {(uint32_t)words[0], halves, (uint32_t)words[1]};
+#pragma unroll
+          for (int i = 0; i < 3; ++i) {
+            const int piece = 3 * index + i;
+            if (piece < AT_ONCE * PIECES) got[rank][piece / PIECES].words[piece % PIECES] = pieces[i];
+          }
         }
       }
 #if SPIN_LIMIT
@@ -104,6 +147,16 @@ struct Call {
 #endif
     } while (missing != 0);
   }
+
+  // Erases this call's share of the lines that it does not use.
+  DEVICE void erase() const {
+    const uint32_t lines = p.part_bytes / 16, shares = (lines + p.erased - 1) / p.erased;
+    const uint32_t begin = (number >> 1) % shares * p.erased;
+    const uint64_t nothing[2] = {0, 0};
+    for (uint32_t i = thread; i < (uint32_t)p.erased; i += THREADS)
+      if (begin + i >= p.tokens * ROW_LINES && begin + i < lines)
+        store_pairs_relaxed_sys(part(p.rank) + (begin + i) * 16ull, nothing);
+  }
 };
 
 KERNEL(THREADS, 1) host_words(GRID_CONSTANT HostWordsParams p) {
@@ -112,16 +165,14 @@ KERNEL(THREADS, 1) host_words(GRID_CONSTANT HostWordsParams p) {
   grid_dependency_wait();
 
   const uint32_t thread = threadIdx.x;
-  const Call call{p, p.state->calls + 1};
+  const Call call(p, p.state->calls + 1, thread);
   const int first = blockIdx.x, stride = row_ctas(p.prefetch);
   [[maybe_unused]] const float inverse_scale =
       sizeof(HIDDEN_TYPE) == 1 && SCALE_COLUMNS == 0 ? 1.0f / *p.hidden_scale : 1.0f;
   const auto send = [&](int row) {
-    Row::each(thread, [&](int, uint32_t column) {
-      Eight<X_TYPE> own;
-      load(own, p.x + (uint64_t)row * HIDDEN + column);
-      call.send(row, column, own);
-    });
+    Loaded<THREADS, X_TYPE> own{};
+    own.fetch(p.x + (uint64_t)row * HIDDEN, thread);
+    call.send(row, own.vectors);
   };
 
   int parity = 0;
@@ -138,14 +189,23 @@ KERNEL(THREADS, 1) host_words(GRID_CONSTANT HostWordsParams p) {
     norm_bias.fetch(p.norm_bias, thread);
     if (row + stride < p.tokens) send(row + stride);
     float h[VECTORS][8];
-    Row::each(thread, [&](int v, uint32_t column) {
-      Eight<X_TYPE> got[WORLD_SIZE];
-      call.receive(got, row, column);
-      // The sum starts from 0, so the signs of zeros make no difference.
-      for (int i = 0; i < 8; ++i) h[v][i] = 0.0f;
 #pragma unroll
-      for (int rank = 0; rank < WORLD_SIZE; ++rank) add(h[v], rank == p.rank ? own.vectors[v] : got[rank]);
-    });
+    for (int set = 0; set < SETS; ++set) {
+      Eight<X_TYPE> got[WORLD_SIZE][AT_ONCE];
+      call.receive(got, row, set);
+      Row::each(thread, [&](int v, uint32_t) {
+        if (v / AT_ONCE != set) return;
+        // The sum starts from 0, so the signs of zeros make no difference.
+        for (int i = 0; i < 8; ++i) h[v][i] = 0.0f;
+#pragma unroll
+        for (int rank = 0; rank < WORLD_SIZE; ++rank) {
+          Eight<X_TYPE> part;
+          for (int i = 0; i < PIECES; ++i)
+            part.words[i] = rank == p.rank ? own.vectors[v].words[i] : got[rank][v % AT_ONCE].words[i];
+          add(h[v], part);
+        }
+      });
+    }
     const RowStatistics own_part = finish_sum<THREADS>(h, p.scale, p.bias, residual, thread);
     const auto factor = row_factor(group_sum<WARPS>(own_part, partials + parity * WARPS, thread, 0), p.eps);
     parity ^= 1;
@@ -168,6 +228,7 @@ KERNEL(THREADS, 1) host_words(GRID_CONSTANT HostWordsParams p) {
 #endif
     });
   }
+  if (blockIdx.x == 0) call.erase();
   grid_dependency_launch();  // not before: see push.cu
 
   // The last CTA counts the call: by then every CTA has read its number.

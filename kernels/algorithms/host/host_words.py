@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ctypes import Structure, c_int32, c_uint64, c_void_p
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,12 @@ from tw_compile.kernels.collective.slot import WORDS, GroupState, Slot
 from tw_compile.kernels.collective.spec import Request
 
 _PARTS = 2
-_WORDS = 2
-"""An element takes this many times its own size, because half of each word is the number of the call."""
+_LINE_BYTES = 16
+"""A line of an outbox. 12 of its bytes are data, the others the name of the call, twice."""
+NAMES = 2**16 - 1
+"""Calls have so many names, one after the other. 0 is no name. The number is odd, because two parts take turns."""
+_MOST_REGISTERS = 64
+"""What a thread receives at a time takes no more; the row's other numbers need the rest."""
 
 
 class HostWordsParams(Structure):
@@ -32,18 +37,50 @@ class HostWordsParams(Structure):
         *POINTER_FIELDS,
         *((name, c_void_p) for name in ("outboxes", "state", "status")),
         ("part_bytes", c_uint64),
-        *((name, c_int32) for name in ("rank", "tokens")),
+        *((name, c_int32) for name in ("erased", "rank", "tokens")),
         *LAST_FIELDS,
         ("prefetch", Prefetched),
     ]
 
 
-def threads_for(hidden_size: int, world_size: int) -> int:
-    """Threads of a CTA, which holds one row. Each thread holds one vector, if registers for all peers' vectors allow it."""
-    most = 1024 if world_size <= 4 else 512
-    vectors = hidden_size // VECTOR
-    each = -(-vectors // most)
-    return -(-vectors // (32 * each)) * 32
+@dataclass(frozen=True)
+class Shape:
+    """How a CTA handles a row: its ``threads``, and how many vectors of 8 elements each receives ``at_once``.
+
+    Three vectors of 16-bit elements fill four lines.
+    """
+
+    threads: int
+    at_once: int
+    row_bytes: int
+
+    def defines(self) -> dict[str, int | str]:
+        """The definitions of host_words.cu that belong to the shape."""
+        return {"THREADS": self.threads, "AT_ONCE": self.at_once, "NAMES": NAMES}
+
+
+def shape_for(hidden_size: int, element_bytes: int, world_size: int) -> Shape:
+    """The shape for rows of that size. Registers limit what a thread may receive at a time: it comes from all peers at once."""
+    vectors, pieces = hidden_size // VECTOR, element_bytes * VECTOR // 4
+    at_once = max(1, min(3, _MOST_REGISTERS // (pieces * world_size)))
+    each = max(at_once, -(-vectors // (1024 if world_size <= 4 else 512)))
+    return shape_of(hidden_size, element_bytes, -(-vectors // (32 * each)) * 32, at_once)
+
+
+def shape_of(hidden_size: int, element_bytes: int, threads: int, at_once: int) -> Shape:
+    """The shape with these numbers; the size of a row is computed here."""
+    vectors, pieces = hidden_size // VECTOR, element_bytes * VECTOR // 4
+    full_sets, others = divmod(vectors, threads * at_once)
+    # Of the last set all threads have as many vectors, and some have one more; a line begins in one of its vectors.
+    each, more = divmod(others, threads)
+    of_all, of_some = (-(-count * pieces // 3) for count in (each, each + 1))
+    lines = (full_sets * -(-at_once * pieces // 3) + of_all) * threads + (of_some - of_all) * more
+    return Shape(threads, at_once, lines * _LINE_BYTES)
+
+
+def erased_lines(part_bytes: int, names: int = NAMES) -> int:
+    """How many lines of a part each of its calls erases, so that all are before a quarter of the names has been used."""
+    return -(-part_bytes // _LINE_BYTES // (names // 4))
 
 
 class HostWords(RowKernel):
@@ -60,15 +97,18 @@ class HostWords(RowKernel):
 
     def needs(self, request: Request, world_size: int) -> dict[str, int]:
         """See :class:`Algorithm`."""
-        return {WORDS: _PARTS * _WORDS * request.x.nbytes}
+        return {WORDS: _PARTS * request.x.shape[0] * self._shape(request, world_size).row_bytes}
+
+    def _shape(self, request: Request, world_size: int) -> Shape:
+        return shape_for(request.x.shape[1], request.x.element_size(), world_size)
 
     def defines(self, request: Request, state: GroupState) -> dict[str, int | str]:
         """See :class:`RowKernel`."""
-        return {"THREADS": threads_for(request.x.shape[1], state.world_size)}
+        return self._shape(request, state.world_size).defines()
 
     def options(self, request: Request, state: GroupState) -> dict[str, Any]:
         """See :class:`RowKernel`."""
-        threads = threads_for(request.x.shape[1], state.world_size)
+        threads = self._shape(request, state.world_size).threads
         return {
             "block": threads,
             "shared_bytes": statistics_bytes(request, 1, threads // 32),
@@ -83,6 +123,7 @@ class HostWords(RowKernel):
             state=address(words.state),
             status=address(slot.status),
             part_bytes=words.capacity // _PARTS,
+            erased=erased_lines(words.capacity // _PARTS),
             rank=state.rank,
             tokens=request.x.shape[0],
             **numbers_of(request.norm),
