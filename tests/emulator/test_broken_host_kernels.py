@@ -152,7 +152,9 @@ def test_broken_kernels_are_caught(tmp_path: Path, name: str) -> None:
     check_caught(run, broken, SEEDS)
 
 
-@pytest.mark.parametrize("run", [run_words, run_named_again, ONE_SHOT, TWO_SHOT, partial(run_rows, one_shot=True, **NARROW)])
+@pytest.mark.parametrize(
+    "run", [run_words, run_named_again, ONE_SHOT, TWO_SHOT, partial(run_rows, one_shot=True, **NARROW)]
+)
 def test_kernels_as_they_are_pass(run: Run) -> None:
     """What catches the broken ones lets these pass."""
     for seed in SEEDS[:6]:

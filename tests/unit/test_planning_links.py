@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 from tw_compile.benchmark.layer.parts import even_parts, main, parts_us
 from tw_compile.cli.app import app
 from tw_compile.planning import LayerShape, Mode, Off, evidence, load_profile, plan_layer
-from tw_compile.planning.communication import link_us, traffic_bytes
+from tw_compile.planning.communication import beside_us, link_us, traffic_bytes
 from tw_compile.planning.evidence import UNMEASURED_MARGIN, measured_layers
-from tw_compile.planning.links import USER_FILE, Link, LinkWay, link_of_node, parse_link, shipped_link
+from tw_compile.planning.links import USER_FILE, Link, LinkTransport, LinkWay, link_of_node, parse_link, shipped_link
 from tw_compile.planning.windows import Costs
 
 H200 = load_profile("H200")
@@ -48,8 +48,12 @@ def test_every_number_has_its_source_beside_it() -> None:
     ("transport", "hidden", "times"),
     [
         ("nccl", 8192, {16: 36, 64: 63, 256: 168, 1024: 591, 4096: 2315}),
-        ("host", 8192, {64: 53.5, 4096: 1741}),
-        ("host", 4096, {1: 5.7, 16: 13.8, 64: 38.5, 256: 77.8, 512: 130.6, 1024: 234.6, 2048: 436.8, 4096: 889}),
+        ("host", 8192, {16: 18.1, 64: 51.7, 4096: 1741}),
+        (
+            "host",
+            4096,
+            {1: 5.7, 16: 11.7, 64: 28.4, 128: 49.3, 256: 77.8, 512: 130.6, 1024: 234.6, 2048: 436.8, 4096: 889},
+        ),
     ],
 )
 def test_figures_that_the_rates_were_fitted_to(transport: str, hidden: int, times: dict[int, float]) -> None:
@@ -64,6 +68,18 @@ def test_traffic_of_one_shot_grows_with_the_ranks_and_that_of_two_shot_does_not_
     all_read_all = replace(host, ways={name: way for name, way in host.ways.items() if way.traffic == "one_shot"})
     assert link_us(host, 2**14, 8) == link_us(all_read_all, 2**14, 8)
     assert link_us(host, 2**24, 8) < link_us(all_read_all, 2**24, 8)
+
+
+def test_calls_beside_compute_have_no_words() -> None:
+    host = LINK.transport("host")
+    assert link_us(host, 2**19, 2) == link_us(with_ways(host, "words"), 2**19, 2)
+    alone = link_us(host, 2**19, 2, beside=True)
+    assert alone == link_us(with_ways(host, "one_shot"), 2**19, 2) > 1.2 * link_us(host, 2**19, 2)
+    assert beside_us(H100, host, 64, 4096, 2, host.sms) == host.contention * alone
+
+
+def with_ways(transport: LinkTransport, *names: str) -> LinkTransport:
+    return replace(transport, ways={name: transport.ways[name] for name in names})
 
 
 def test_nccl_takes_the_link_only_without_peer_access_and_host_always() -> None:
@@ -96,6 +112,7 @@ def test_the_users_file_comes_before_the_shipped_one(tmp_path: Path, monkeypatch
         ("norm_apart = true ", "norm_apart = 1 ", "t: transports.nccl: norm_apart: expected true or false, got 1"),
         ("[transports.nccl", "[transports.mine", "t: transports: expected nccl among them, got mine, host"),
         ("contention = 1.2 ", "contention = 0.9 ", "t: transports.nccl: contention: expected at least 1, got 0.9"),
+        ("gb_per_s = 29 ", "beside = false\ngb_per_s = 29 ", "t: transports.nccl: ways: expected one with beside = true"),
         ('name = "host-memory"', "name =", "t: expected TOML, got"),
     ],
 )

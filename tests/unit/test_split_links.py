@@ -107,7 +107,7 @@ def test_few_tokens_are_left_whole_for_the_planners_reason() -> None:
 def test_host_is_planned_by_its_rates_with_peer_access_too() -> None:
     split, _ = inspected(transport="host")
     assert split.mode == "split" and split.plan is not None
-    assert split.plan.rates.startswith("host over host-memory: words 5.5 us")
+    assert split.plan.rates.startswith("host over host-memory: words 5.6 us")
 
 
 def test_unfused_sums_over_peer_memory_have_no_rates() -> None:

@@ -122,12 +122,17 @@ def all_reduce_us(profile: DeviceProfile, nbytes: int, world_size: int, multicas
     )
 
 
-def link_us(transport: LinkTransport, nbytes: int, world_size: int, rows: RowShares = EXACT_ROWS) -> float:
-    """A message over a link that is not peer memory, alone, by the transport's fastest way. Codes have no one-shot way."""
+def link_us(
+    transport: LinkTransport, nbytes: int, world_size: int, rows: RowShares = EXACT_ROWS, beside: bool = False
+) -> float:
+    """A message over a link that is not peer memory, alone, by the transport's fastest way. Codes have no one-shot way.
+
+    ``beside``: of those ways that calls beside compute have.
+    """
     return min(
         way.latency_us + traffic_bytes(way.traffic, nbytes, world_size, rows) / (way.gb_per_s * 1e3)
         for way in transport.ways.values()
-        if rows == EXACT_ROWS or way.traffic == "two_shot"
+        if (rows == EXACT_ROWS or way.traffic == "two_shot") and (way.beside or not beside)
     )
 
 
@@ -154,7 +159,7 @@ def beside_us(
 ) -> float:
     """Microseconds of a call of ``[tokens, hidden]`` with compute beside all of it; see :func:`sm_us` for ``in_slot``."""
     if isinstance(kernel, LinkTransport):
-        return kernel.contention * link_us(kernel, tokens * hidden_size * ELEMENT_BYTES, world_size, rows)
+        return kernel.contention * link_us(kernel, tokens * hidden_size * ELEMENT_BYTES, world_size, rows, beside=True)
     alone = fused_us(kernel, tokens, hidden_size, world_size, ctas, narrow=True, in_slot=in_slot, rows=rows)
     return profile.slower_beside(world_size) * alone
 

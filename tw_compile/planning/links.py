@@ -28,11 +28,13 @@ class LinkWay:
     Attributes:
         traffic: See :func:`tw_compile.planning.communication.traffic_bytes`.
         gb_per_s: Each way, while both ways are busy.
+        beside: Whether calls beside compute use it, too.
     """
 
     traffic: Literal["one_shot", "two_shot"]
     latency_us: float
     gb_per_s: float
+    beside: bool = True
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,8 @@ def parse_link(text: str, source: str) -> Link:
             raise ValueError(
                 f"{source}: transports.{name}: contention: expected at least 1, got {transport.contention}"
             )
+        if not any(way.beside for way in transport.ways.values()):
+            raise ValueError(f"{source}: transports.{name}: ways: expected one with beside = true, got none")
     return link
 
 

@@ -11,7 +11,7 @@ WORDS = AlgorithmEntry(
     "host_words",
     "tw_compile.kernels.algorithms.host.host_words:HostWords",
     transport="host",
-    sms=128,
+    sms=32,  # so a CTA reads one row while it sends the next one
     most_sms=128,
     needs_whole_residual=True,
     scales=True,

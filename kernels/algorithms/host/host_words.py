@@ -20,6 +20,7 @@ from tw_compile.kernels.collective.cuda_variant import (
 from tw_compile.kernels.collective.prefetch import Prefetched
 from tw_compile.kernels.collective.slot import WORDS, GroupState, Slot
 from tw_compile.kernels.collective.spec import Request
+from tw_compile.kernels.collective.transport import Started
 
 _PARTS = 2
 _LINE_BYTES = 16
@@ -28,6 +29,8 @@ NAMES = 2**16 - 1
 """Calls have so many names, one after the other. 0 is no name. The number is odd, because two parts take turns."""
 _MOST_REGISTERS = 64
 """What a thread receives at a time takes no more; the row's other numbers need the rest."""
+_SHORT_BYTES = 32 * 1024
+"""Up to this size of a message, more threads save more time than the bytes of half-full lines cost."""
 
 
 class HostWordsParams(Structure):
@@ -59,10 +62,13 @@ class Shape:
         return {"THREADS": self.threads, "AT_ONCE": self.at_once, "NAMES": NAMES}
 
 
-def shape_for(hidden_size: int, element_bytes: int, world_size: int) -> Shape:
-    """The shape for rows of that size. Registers limit what a thread may receive at a time: it comes from all peers at once."""
+def shape_for(hidden_size: int, element_bytes: int, world_size: int, at_once: int) -> Shape:
+    """The shape for rows of that size, with at most ``at_once`` vectors at a time.
+
+    Registers limit what a thread may receive at a time, because it comes from all peers at once.
+    """
     vectors, pieces = hidden_size // VECTOR, element_bytes * VECTOR // 4
-    at_once = max(1, min(3, _MOST_REGISTERS // (pieces * world_size)))
+    at_once = max(1, min(at_once, _MOST_REGISTERS // (pieces * world_size)))
     each = max(at_once, -(-vectors // (1024 if world_size <= 4 else 512)))
     return shape_of(hidden_size, element_bytes, -(-vectors // (32 * each)) * 32, at_once)
 
@@ -83,8 +89,8 @@ def erased_lines(part_bytes: int, names: int = NAMES) -> int:
     return -(-part_bytes // _LINE_BYTES // (names // 4))
 
 
-class HostWords(RowKernel):
-    """Each rank writes its rows to host memory once, in words that show that they have arrived. There is one CTA per SM."""
+class _Words(RowKernel):
+    """host_words.cu with threads that receive at most ``at_once`` vectors at a time."""
 
     source = Path(__file__).with_name("host_words.cu")
     params = HostWordsParams
@@ -92,15 +98,16 @@ class HostWords(RowKernel):
     min_capability = HOST_KERNELS
     prefetches = True
 
-    def __init__(self, max_sms: int = 128) -> None:
+    def __init__(self, max_sms: int, at_once: int) -> None:
         super().__init__("host_words", True, max_sms)
+        self._at_once = at_once
 
     def needs(self, request: Request, world_size: int) -> dict[str, int]:
         """See :class:`Algorithm`."""
         return {WORDS: _PARTS * request.x.shape[0] * self._shape(request, world_size).row_bytes}
 
     def _shape(self, request: Request, world_size: int) -> Shape:
-        return shape_for(request.x.shape[1], request.x.element_size(), world_size)
+        return shape_for(request.x.shape[1], request.x.element_size(), world_size, self._at_once)
 
     def defines(self, request: Request, state: GroupState) -> dict[str, int | str]:
         """See :class:`RowKernel`."""
@@ -130,3 +137,26 @@ class HostWords(RowKernel):
         )
         launches: list[tuple[Structure, int]] = [(params, min(request.x.shape[0], request.limited(self._max_sms)))]
         return self.with_prefetch(request, state, launches, 1)
+
+
+class HostWords(_Words):
+    """Each rank writes its rows to host memory once, in words that show that they have arrived. There is one CTA per SM."""
+
+    def __init__(self, max_sms: int = 32) -> None:
+        super().__init__(max_sms, 3)
+        self._short = _Words(max_sms, 1)
+
+    def needs(self, request: Request, world_size: int) -> dict[str, int]:
+        """See :class:`Algorithm`."""
+        return max(super().needs(request, world_size), self._short.needs(request, world_size), key=lambda it: it[WORDS])
+
+    def prepare(self, request: Request, state: GroupState, spin_limit: int) -> None:
+        """See :class:`Algorithm`."""
+        super().prepare(request, state, spin_limit)
+        self._short.prepare(request, state, spin_limit)
+
+    def launch(self, request: Request, state: GroupState, slot: Slot, spin_limit: int) -> Started:
+        """See :class:`Algorithm`."""
+        if request.x.nbytes <= _SHORT_BYTES:
+            return self._short.launch(request, state, slot, spin_limit)
+        return super().launch(request, state, slot, spin_limit)

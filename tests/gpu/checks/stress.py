@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from triton import knobs
 
-from gpu.checks.transports import ALGORITHMS, Counting, Subject, finished, subject
+from gpu.checks.transports import ALGORITHMS, TRANSPORT_OF, Counting, Subject, finished, subject
 from tw_compile import compat
 from tw_compile.environment import SPIN_LIMIT
 from tw_compile.harness.problems import Context, Form, Problem, Results, expect_right, make_problem
@@ -25,6 +25,7 @@ from tw_compile.kernels.algorithms.push.sharing_push import SharingPush
 from tw_compile.kernels.algorithms.stream.stream import Stream
 from tw_compile.kernels.algorithms.two_shot.two_shot import TwoShot
 from tw_compile.kernels.collective.spec import Request
+from tw_compile.kernels.collective.transports import TRANSPORTS
 from tw_compile.kernels.runtime import launch
 from tw_compile.kernels.transports.p2p import P2PTransport
 from tw_compile.kernels.transports.selection import Selector, Step
@@ -337,7 +338,7 @@ def lost_peer_is_reported(ctx: Context, transport: str) -> None:
     algorithm = Counting(ALGORITHMS[transport]())
     os.environ[SPIN_LIMIT] = "200000"
     try:
-        lost = P2PTransport("p2p", algorithm)
+        lost = TRANSPORTS[TRANSPORT_OF[transport]].make(algorithm)
     finally:
         del os.environ[SPIN_LIMIT]
     problem = make_problem(ctx, 64, 1024, Form())
