@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from tw_compile.benchmark.layer import ffn
-from tw_compile.benchmark.layer.ffn_spec import EQUAL, PLANNED, WHOLE, FfnSpec
+from tw_compile.benchmark.layer.ffn_spec import EQUAL, PLANNED, TUNED, WHOLE, FfnSpec
 from tw_compile.benchmark.papers import predict
 from tw_compile.benchmark.papers.timed import parse
 from tw_compile.planning import load_profile
-from tw_compile.planning.ffn import plan_ffn
+from tw_compile.planning.ffn import FfnPlan, plan_ffn
+from tw_compile.planning.measured_halves import MeasuredHalves
 
 LLAMA = "llama-3.3-70b"
 
@@ -43,9 +44,15 @@ def test_too_few_tokens_are_refused() -> None:
 
 
 def test_ways_are_the_whole_and_halves_that_add_up() -> None:
-    found = ffn.ways(1024, 448)
+    found = ffn.ways(1024, FfnPlan(448, 448, {}))
     assert (found[WHOLE], found[EQUAL], found[PLANNED]) == (0, 512, 448)
     assert found["half@384"] == 384 and len(found) == 3 + 7
+
+
+def test_measured_halves_have_a_label_of_their_own() -> None:
+    entry = MeasuredHalves(8192, 7168, "bfloat16", 1024, 640, 557.8, 569.0, "today")
+    found = ffn.ways(1024, FfnPlan(640, 384, {}, entry))
+    assert found[TUNED] == 640 and PLANNED not in found and len(found) == 3 + 7
 
 
 @pytest.mark.full

@@ -31,6 +31,7 @@ from tw_compile.planning import (
     load_profile,
     plan_layer,
 )
+from tw_compile.planning.ffn import measured_halves, merged
 from tw_compile.planning.links import link_of_node
 from tw_compile.planning.presets import preset_layer
 from tw_compile.planning.windows import PlannedWindow
@@ -41,6 +42,7 @@ FASTER_THAN_SILENT = (
     "A split layer can be faster than no comm.: without communication every rank normalises all tokens, and in a fused "
     "layer each rank normalises only its share."
 )
+FFN_ALONE = "an FFN alone, gate and up as one GEMM; the halves above are the model's"
 _WIDTH = 120
 _WIDE = 110
 """From this many terminal columns on, a window's GEMMs stand in the window's row, and not in a table of their own."""
@@ -126,6 +128,11 @@ def plan(
         )
         for count in counts
     ]
+    measured = (
+        [entry for count in counts if (entry := measured_halves(profile, merged(layer), count))]
+        if layer.has_dense_mlp
+        else []
+    )
     known = evidence(profile, served_by, link)
     published = None if link is not None else beside_published(model, tp, layer.hidden_size, profile, kernel, plans)
     report = {
@@ -151,9 +158,12 @@ def plan(
         "plans": [
             dataclasses.asdict(layer_plan) | {"us": layer_plan.us, "gain": layer_plan.gain} for layer_plan in plans
         ],
+        "ffn_halves": [dataclasses.asdict(entry) for entry in measured],
         "published": published,
     }
     _print(console, report, plans)
+    for entry in measured:
+        console.print(f"{FFN_ALONE}: {entry}", style="dim", markup=False, soft_wrap=True)
     common.write_json(report, json_file)
     if plot_file is not None:
         from tw_compile.cli.plan_plot import plot

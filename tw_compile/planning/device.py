@@ -17,6 +17,7 @@ from typing import Literal
 
 from tw_compile.files import read_if_there, user_file
 from tw_compile.planning.links import LinkTransport
+from tw_compile.planning.measured_halves import MeasuredHalves, check_halves
 from tw_compile.planning.tables import read_table
 
 USER_FILE = "device.toml"
@@ -156,6 +157,7 @@ class DeviceProfile:
             way; None: nothing, because nobody has measured on this device that it pays.
         estimated: Whether most of the profile is another device's, scaled by a few times that ranks have measured
             (``calibration.py``).
+        halves: Halves of FFNs that were timed on the device; shipped profiles have none.
     """
 
     name: str
@@ -175,6 +177,7 @@ class DeviceProfile:
     fused: Mapping[str, FusedKernel]
     estimated: bool = False
     prefetch_bytes: int | None = None
+    halves: tuple[MeasuredHalves, ...] = ()
 
     def slower_beside(self, world_size: int) -> float:
         """Factor on the time of a fused kernel beside others.
@@ -292,4 +295,5 @@ def parse_profile(text: str, source: str) -> DeviceProfile:
             raise ValueError(
                 f"{source}: fused.{name}: ctas: expected fewer than the {profile.sms} SMs, got {kernel.ctas[-1]}"
             )
+    check_halves(profile.halves, source)
     return profile

@@ -15,8 +15,8 @@ Table = TypeVar("Table")
 def read_table(kind: type[Table], text: str, source: str) -> Table:
     """``kind`` from TOML; ValueError names ``source``, the key, what was expected and what came.
 
-    Numbers are positive and finite; ``tuple[...]`` is a list that is not empty, of ascending numbers; ``Mapping[str, ...]`` is
-    a table of tables by name.
+    Numbers are positive and finite; ``tuple[...]`` is a list that is not empty, of ascending numbers, or an array of tables;
+    ``Mapping[str, ...]`` is a table of tables by name.
     """
     try:
         values = tomllib.loads(text)
@@ -78,7 +78,10 @@ def _value(hint: Any, value: Any, where: str) -> Any:
 
 
 def toml_of(part: object, origin: Callable[[str], str] | None = None) -> str:
-    """The TOML of a table, as :func:`read_table` reads it. ``origin``: makes the comment of a value from its dotted name."""
+    """The TOML of a table, as :func:`read_table` reads it. ``origin``: makes the comment of a value from its dotted name.
+
+    Values in arrays of tables have no comment.
+    """
     return "\n".join(_lines(part, "", origin)) + "\n"
 
 
@@ -88,9 +91,12 @@ def _lines(part: object, path: str, origin: Callable[[str], str] | None) -> list
     lines, tables = [], []
     for key, value in values.items():
         name = f"{path}{key}"
-        if value is None:
+        if value is None or value == ():
             continue
-        if isinstance(value, Mapping):
+        if isinstance(value, tuple) and dataclasses.is_dataclass(value[0]):
+            for entry in value:
+                tables += ["", f"[[{name}]]", *_lines(entry, f"{name}.", None)]
+        elif isinstance(value, Mapping):
             for inner, entry in value.items():
                 tables += ["", f"[{name}.{inner}]", *_lines(entry, f"{name}.{inner}.", origin)]
         elif dataclasses.is_dataclass(value):

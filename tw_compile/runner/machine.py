@@ -135,7 +135,7 @@ def device_profile_report(gpus: list[Report], calibrations: list[Calibration]) -
     if own is None:
         state = "absent"
     elif name in own.device_names:
-        state = own.name
+        state = own.name + (f", halves of {len(own.halves)} FFNs measured" if own.halves else "")
     else:
         state = f"not used: it is about {', '.join(own.device_names)}"
     return {

@@ -1,13 +1,14 @@
 """An FFN on one GPU: whole, in equal halves, in halves as planned, and in a sweep of other halves.
 
 Shows what splitting the tokens costs the GEMMs where their waves are not full. The halves run one after the other on all SMs.
-There is no communication. gate and up are one GEMM, as in inference engines, and ``silu(gate) * up`` is compiled.
+There is no communication. gate and up are one GEMM, as in inference engines, and ``silu(gate) * up`` is compiled. The planned
+halves are those that ``tw-compile tune --halves`` put into the device's profile, else the model's. The sweep is always timed.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tw_compile.benchmark.layer.ffn_spec import EQUAL, PLANNED, SWEPT, WHOLE, FfnSpec, swept_sizes
+from tw_compile.benchmark.layer.ffn_spec import EQUAL, PLANNED, SWEPT, TUNED, WHOLE, FfnSpec, swept_sizes
 from tw_compile.harness.launch import Progress
 from tw_compile.harness.measure import GraphTimer, LoopTimer, Timer, interleaved
 from tw_compile.harness.ranks import Keep, Ranks, work_as_rank
@@ -23,16 +24,16 @@ from tw_compile.harness.rows import csv_of
 from tw_compile.harness.start import launch
 from tw_compile.models.config import load_config, tensor_parallel_plan
 from tw_compile.planning import layer_shape, load_profile, profile_of_device
-from tw_compile.planning.ffn import plan_ffn
+from tw_compile.planning.ffn import FfnPlan, plan_ffn
 
 OTHERWISE = "H100"
 """The profile to plan with on a device that has no profile."""
 
 
-def ways(tokens: int, planned: int) -> dict[str, int]:
+def ways(tokens: int, plan: FfnPlan) -> dict[str, int]:
     """Tokens of the first half for every way to split, by label; 0: nothing is split."""
     swept = {f"{SWEPT}{first}": first for first in swept_sizes(tokens)}
-    return {WHOLE: 0, EQUAL: tokens // 2, PLANNED: planned, **swept}
+    return {WHOLE: 0, EQUAL: tokens // 2, TUNED if plan.measured else PLANNED: plan.first, **swept}
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -73,8 +74,8 @@ def bench(spec: FfnSpec, ranks: Ranks, progress: Progress, keep: Keep) -> dict[s
     rows: list[dict[str, Any]] = []
     for tokens in spec.tokens:
         progress(f"{tokens} tokens")
-        firsts = ways(tokens, plan_ffn(profile, layer, tokens).first)
-        times = _times(spec, ffn, tokens, set(firsts.values()), ranks)
+        firsts = ways(tokens, plan_ffn(profile, layer, tokens, dtype=spec.dtype))
+        times = times_of(ffn, tokens, set(firsts.values()), ranks, spec.calls, spec.repeats)
         rows += [
             {"label": label, "tokens": tokens, "first": first, "p50_us": statistics.median(times[first])}
             for label, first in firsts.items()
@@ -83,16 +84,21 @@ def bench(spec: FfnSpec, ranks: Ranks, progress: Progress, keep: Keep) -> dict[s
     return {"rows": rows, "planned_for": profile.name}
 
 
-def _times(spec: FfnSpec, ffn: Ffn, tokens: int, firsts: set[int], ranks: Ranks) -> dict[int, list[float]]:
-    """Times by tokens of the first half. Each split is timed once, even if it has several labels."""
+def times_of(
+    ffn: Ffn, tokens: int, firsts: Collection[int], ranks: Ranks, calls: int, repeats: int
+) -> dict[int, list[float]]:
+    """Microseconds of each turn, by tokens of the first half. Each split is timed once, even if it has several labels.
+
+    ``calls``: FFNs in one CUDA graph, which is a turn; ``repeats``: turns of each split.
+    """
     out = torch.empty_like(ffn.x[:tokens])
     timers: dict[str, Timer] = {}
     make = GraphTimer if ffn.x.is_cuda else LoopTimer
     for first in sorted(firsts):
         call = partial(ffn, tokens, first, out)
         call()  # what is compiled at first use must be there before the capture
-        timers[str(first)] = make([call], spec.calls)
-    return {int(first): found for first, found in interleaved(ranks, timers, spec.repeats).items()}
+        timers[str(first)] = make([call], calls)
+    return {int(first): found for first, found in interleaved(ranks, timers, repeats).items()}
 
 
 def rank_process(spec: FfnSpec, rank: int, scratch: str, messages: Connection) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 WHOLE, EQUAL, PLANNED = "whole", "equal halves", "planned halves"
+TUNED = f"{PLANNED}, measured by tune"
+"""Planned halves that are in the device's profile, because ``tw-compile tune --halves`` measured them."""
 SWEPT = "half@"
 STEP, STEPS_EACH_WAY = 128, 3
 
