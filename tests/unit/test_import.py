@@ -95,6 +95,7 @@ except SystemExit as end:
         ["tune", "--dry-run"],
         ["tune", "--dry-run", "--device", "cpu"],
         ["tune", "--dry-run", "--transport", "host"],
+        ["tune", "--dry-run", "--halves", "llama-3.3-70b"],
         ["--help"],
         ["--version"],
     ],

@@ -11,10 +11,13 @@ import typer
 
 from tw_compile.cli import bench_common, common
 from tw_compile.cli.common import JsonOption, WireSitesOption
+from tw_compile.cli.tune_halves import HalvesTuning, check_halves_alone, tune_halves
 from tw_compile.cli.tune_wires import WireTuning, check_wires_alone, finish_wires, measure_checkpoint, wires_of
 from tw_compile.cli.wire_cost import TEXT_TOKENS
 from tw_compile.environment import PEER_ACCESS, peer_access
 from tw_compile.harness.requests import UsageError
+from tw_compile.tuning.halves_spec import SHARDS
+from tw_compile.tuning.halves_spec import TOKENS as HALVES_TOKENS
 
 if TYPE_CHECKING:
     from tw_compile.calibration import Calibration
@@ -28,7 +31,11 @@ LINK_RESULTS = "tune-{transport}.json"
 def tune(
     tp: Annotated[
         str | None,
-        typer.Option(metavar="N[,N...]", help="Ranks.", show_default=f"those of {WORLD_SIZES} that fit, 2 on CPU"),
+        typer.Option(
+            metavar="N[,N...]",
+            help="Ranks. With --halves: those among which weights are divided.",
+            show_default=f"those of {WORLD_SIZES} that fit, 2 on CPU; with --halves {','.join(map(str, SHARDS))}",
+        ),
     ] = None,
     device: Annotated[
         str, typer.Option(metavar="cuda|cpu", help="cpu is a smoke test on gloo ranks; it writes no table.")
@@ -63,6 +70,22 @@ def tune(
     text_tokens: Annotated[
         int, typer.Option(metavar="N", help="With --text: the most tokens of it to use.")
     ] = TEXT_TOKENS,
+    halves: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL[,MODEL...]",
+            help="Time only halves of these models' FFNs, on one GPU, and add the fastest ones to device.toml.",
+            show_default="everything else",
+        ),
+    ] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N[,N...]",
+            help="With --halves: tokens of both halves.",
+            show_default=",".join(map(str, HALVES_TOKENS)),
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be measured, and do nothing.")] = False,
     quick: Annotated[
         bool,
@@ -87,7 +110,8 @@ def tune(
 
     It times them alone and beside GEMMs. It writes thresholds.toml, kernels.toml, device.toml, and tune.json with all times.
     With --transport it writes host-memory.toml and tune-NAME.json, with --wire thresholds.toml and tune-wires.json, and with
-    --checkpoint one file for each checkpoint.
+    --checkpoint one file for each checkpoint. With --halves it adds the fastest halves of each FFN to device.toml, and writes
+    tune-halves.json.
 
     Exit code: 0 done; 1 a kernel of tw_compile or a rank failed, or a wire costs the checkpoint more than 0.01 nats a token;
     2 bad input or a busy GPU.
@@ -103,6 +127,25 @@ def tune(
                 f"--plot: expected --device cuda with it, as a smoke test has no crossovers, got {plot_file!r}"
             )
         require(plot_file)
+    if halves is not None:
+        quickly = "--quick" if quick else None
+        sites = None if wire_sites == "all" else wire_sites
+        check_halves_alone(
+            {
+                "--transport": transport,
+                "--wire": wire,
+                "--wire-sites": sites,
+                "--checkpoint": checkpoint,
+                "--text": text,
+                "--plot": plot_file,
+                "--quick": quickly,
+            }
+        )
+        raise typer.Exit(
+            tune_halves(HalvesTuning(halves, device, tp, tokens, timeout, dry_run), _folder(out), json_file)
+        )
+    if tokens is not None:
+        raise UsageError(f"--tokens: expected --halves with it, got {tokens!r} alone")
     wires = () if wire is None else wires_of(wire)
     if wires:
         check_wires_alone({"--transport": transport, "--plot": plot_file, "--quick": "--quick" if quick else None})

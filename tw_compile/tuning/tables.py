@@ -23,6 +23,7 @@ from tw_compile.kernels.transports.selection import Step, shipped_steps, steps_o
 from tw_compile.planning.device import USER_FILE as PROFILE_FILE
 from tw_compile.planning.device import DeviceProfile, parse_profile, shipped_profile
 from tw_compile.tuning.decide import Band, Chooser, entries_from
+from tw_compile.tuning.halves_profile import halves_text, kept_halves
 from tw_compile.tuning.measured import LEFT, UNFUSED, KernelRun, measured_steps, run_of_report, timings
 from tw_compile.tuning.pairs import PairCost, contentions, pair_costs
 from tw_compile.tuning.profile import fitted, profile_text
@@ -190,7 +191,7 @@ def _overlaps(entry: Entry, others: Sequence[Entry]) -> Iterator[tuple[Entry, in
 
 
 def write(folder: Path, derived: Derived, comment: str) -> list[Path]:
-    """Write the files into ``folder``. Entries that are there for other world sizes and backends stay.
+    """Write the files into ``folder``. Entries that are there for other world sizes and backends stay, and measured halves.
 
     Raises:
         UsageError: A file there is wrong, or is about another device; nothing is written.
@@ -204,7 +205,9 @@ def write(folder: Path, derived: Derived, comment: str) -> list[Path]:
     if not derived.steps:
         del texts[KERNELS_FILE]
     if derived.profile is not None:
-        texts[PROFILE_FILE] = profile_text(derived.profile, derived.measured, comment)
+        texts[PROFILE_FILE] = profile_text(derived.profile, derived.measured, comment) + halves_text(
+            kept_halves(folder, derived.device_name)
+        )
     for name, text in texts.items():
         _read_back(name, text)
     folder.mkdir(parents=True, exist_ok=True)
@@ -219,6 +222,7 @@ def check_folder(folder: Path, device_class: str | None = None, device_name: str
         merged_table(folder / THRESHOLDS_FILE, Table("", device_class, ()))
     if device_name is not None:
         _merged_steps(folder / KERNELS_FILE, device_name, ())
+        kept_halves(folder, device_name)
 
 
 def _read_back(name: str, text: str) -> None:
