@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tw_compile.benchmark.contenders import contenders
-from tw_compile.benchmark.layer.ffn_spec import EQUAL, PLANNED, WHOLE, FfnSpec, swept_sizes
+from tw_compile.benchmark.layer.ffn_spec import EQUAL, PLANNED, TUNED, WHOLE, FfnSpec, swept_sizes
 from tw_compile.benchmark.layer.variants import variants
 from tw_compile.benchmark.papers import measure as module
 from tw_compile.benchmark.papers.context import Context
@@ -21,8 +21,11 @@ from tw_compile.benchmark.papers.published import read_published
 from tw_compile.benchmark.papers.registry import PAPERS, exhibits
 from tw_compile.benchmark.papers.report import requests_of
 from tw_compile.benchmark.papers.timed import given, parse
+from tw_compile.benchmark.papers.tokenweave_kernels import BY_MODEL, BY_TUNE
 from tw_compile.cli.app import app
 from tw_compile.harness.requests import RankError, UsageError
+from tw_compile.planning.measured_halves import MeasuredHalves
+from tw_compile.tuning.halves_profile import write_halves
 
 KEY = "machine"
 SPEC = FfnSpec("llama-3.3-70b", 8, (1024, 2048, 4096))
@@ -226,3 +229,54 @@ def test_swept_halves_are_around_the_middle() -> None:
     assert swept_sizes(1024) == (128, 256, 384, 512, 640, 768, 896)
     assert swept_sizes(256) == (128,)
     assert asdict(SPEC)["world_size"] == 1 and EQUAL != PLANNED
+
+
+def test_rows_of_an_ffn_are_measured_anew_when_tune_has_measured_its_halves(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    (figure,) = exhibits("tokenweave", "9")
+    assert figure.requests is not None
+    before = figure.requests(2)
+    entry = MeasuredHalves(8192, 3584, "bfloat16", 2048, 896, 533.0, 564.0, "today")
+    write_halves(tmp_path / "tw_compile", "NVIDIA H100 80GB HBM3", (entry,), "")
+    four, eight = figure.requests(2)
+    assert four.digest(KEY) == before[0].digest(KEY) and eight.digest(KEY) != before[1].digest(KEY)
+    assert (four.spec, eight.spec) == (before[0].spec, before[1].spec)  # the sweep itself is the same
+    (tmp_path / "tw_compile" / "device.toml").write_text("sms = 0\n")
+    with pytest.raises(UsageError, match=r"device\.toml"):
+        figure.requests(2)
+
+
+@pytest.mark.parametrize(
+    ("tuned", "how"),
+    [
+        ((), "by the model"),
+        ((1024, 2048), "from halves that tune measured"),
+        ((2048,), "1 of 2 from halves that tune measured, the others by the model"),
+    ],
+)
+def test_figure_9_says_how_halves_were_planned_and_judges_them_all(tuned: tuple[int, ...], how: str) -> None:
+    lines = [HEADER.replace("label", "command,label")]
+    for tokens in (1024, 2048):
+        label = f'"{TUNED}"' if tokens in tuned else PLANNED
+        us = {
+            WHOLE: (0, 100.0),
+            EQUAL: (512, 110.0),
+            label: (640, 103.0),
+            "half@640": (640, 103.0),
+            "half@512": (512, 110.0),
+        }
+        lines += [f"bench ffn,{name},{tokens},{first},{value},8,llama-3.3-70b" for name, (first, value) in us.items()]
+    rows = parse("\n".join(lines) + "\n", "here.csv", HERE)
+    (figure,) = exhibits("tokenweave", "9")
+    drawn = figure.draw(Context(read_published("tokenweave"), rows, None, 2))
+    points = {
+        name: [
+            p.x for line in drawn.series if line.name.startswith(f"{name}, TP8") for p in line.points if p.how == HERE
+        ]
+        for name in (BY_MODEL, BY_TUNE)
+    }
+    assert points == {BY_MODEL: [float(t) for t in (1024, 2048) if t not in tuned], BY_TUNE: list(map(float, tuned))}
+    (claim,) = drawn.claims
+    assert f"the planned halves ({how}) take" in claim.text and claim.holds_here is True

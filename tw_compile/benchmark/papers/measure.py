@@ -33,19 +33,24 @@ INTERRUPTED = "interrupted"
 
 @dataclass(frozen=True)
 class Request:
-    """A request to one of ``BENCHES``, with its own spec. The benchmark takes about ``minutes`` minutes."""
+    """A request to one of ``BENCHES``, with its own spec. The benchmark takes about ``minutes`` minutes.
+
+    ``depends_on``: what else its rows depend on, in words: measured halves of the user's own device profile.
+    """
 
     bench: str
     spec: Any
     gpus: int
     minutes: float
+    depends_on: tuple[str, ...] = ()
 
     def digest(self, made_with: str) -> str:
         """A hash that is the same for all parts of a request that are measured with the same machine and sources."""
         values = asdict(self.spec)
         for part in ("tokens", "timeout"):
             del values[part]
-        return hashlib.sha256(json.dumps([self.bench, values, made_with]).encode()).hexdigest()[:10]
+        key = [self.bench, values, made_with, *self.depends_on]
+        return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:10]
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from functools import cache
 
+from tw_compile.harness.requests import UsageError
 from tw_compile.planning import LayerShape, Plan, layer_shape, load_profile, plan_layer
 from tw_compile.planning.communication import all_reduce_us, fused_us, rms_norm_us
-from tw_compile.planning.ffn import FfnPlan, plan_ffn
+from tw_compile.planning.device import user_profile
+from tw_compile.planning.ffn import FfnPlan, measured_halves, merged, plan_ffn
+from tw_compile.planning.presets import preset_layer
 
 MULTICAST = "multimem"
 """The kernel of profiles whose node has NVLink multicast, as the papers' nodes had."""
@@ -67,6 +71,23 @@ def by_ctas(profile: str, world_size: int, tokens: int, hidden_size: int, ctas: 
 def ffn_plan(profile: str, model: str, world_size: int, tokens: int, sizes: tuple[int, ...] = ()) -> FfnPlan:
     """Halves of the FFN on one rank of ``world_size``."""
     return plan_ffn(load_profile(profile), layer_of(model, world_size), tokens, sizes)
+
+
+def tuned_halves(preset: str, world_size: int, counts: Iterable[int]) -> tuple[str, ...]:
+    """What the user's own device profile has measured of the FFN of a shipped model on one rank, in words.
+
+    Raises:
+        UsageError: The user's file is wrong.
+    """
+    try:
+        profile = user_profile()
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    found = preset_layer(preset, world_size)
+    if profile is None or found is None:
+        return ()
+    halves = (measured_halves(profile, merged(found[0]), tokens) for tokens in counts)
+    return tuple(str(entry) for entry in halves if entry is not None)
 
 
 def gate_fuses(tokens: int, hidden_size: int, backend: str) -> tuple[bool, str]:

@@ -75,7 +75,8 @@ EXHIBITS = (
         "Figure 9: an FFN in two halves on one GPU",
         "Halves that fill waves cost no more than the whole.",
         "The paper has no numbers of it; ours are of the FFN of Llama-3.3-70B on one rank of 4 and of 8, all SMs, merged gate "
-        "and up, in CUDA graphs; predictions are of an H100.",
+        "and up, in CUDA graphs; predictions are of an H100. Planned halves are by the model, or from halves that tw-compile "
+        "tune --halves has measured; the sweep is of the run itself.",
         "tokens",
         "time by that of the whole",
         kernels.ffn,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
-from tw_compile.benchmark.layer.ffn_spec import EQUAL, PLANNED, SWEPT, WHOLE, FfnSpec, swept_sizes
+from tw_compile.benchmark.layer.ffn_spec import EQUAL, PLANNED, SWEPT, TUNED, WHOLE, FfnSpec, swept_sizes
 from tw_compile.benchmark.papers import predict
 from tw_compile.benchmark.papers.claims import Bound, judge, times
 from tw_compile.benchmark.papers.context import (
@@ -38,6 +38,7 @@ SMS_TOKENS, SMS = (64, 1024, 4096), (2, 4, 8, 16, 32, 64, 128)
 MEASURED_RANKS = (2, 4)
 FFN_RANKS, FFN_TOKENS = (4, 8), (1024, 2048, 4096, 8192)
 BEST = "best of a sweep"
+BY_MODEL, BY_TUNE = "planned halves, by the model", "planned halves, from halves that tune measured"
 PAPER_PROFILE = "planner, H100 with multicast, TP8"
 
 
@@ -62,7 +63,16 @@ def sms_requests(tp: int) -> tuple[Request, ...]:
 
 def ffn_requests(tp: int) -> tuple[Request, ...]:
     """One GPU has the share of one rank, whatever ``tp``."""
-    return tuple(Request("bench ffn", FfnSpec(LLAMA, shards, FFN_TOKENS), 1, 3.0) for shards in FFN_RANKS)
+    return tuple(
+        Request(
+            "bench ffn",
+            FfnSpec(LLAMA, shards, FFN_TOKENS),
+            1,
+            3.0,
+            predict.tuned_halves(LLAMA, shards, FFN_TOKENS),
+        )
+        for shards in FFN_RANKS
+    )
 
 
 def fused(context: Context) -> Drawn:
@@ -179,30 +189,46 @@ def swept(label: str, tokens: int) -> Callable[[Timed], bool]:
 def ffn(context: Context) -> Drawn:
     series: list[Series] = []
     excess: dict[float, float] = {}
+    labels: list[str] = []
     for shards in FFN_RANKS:
-        whole, equal, planned = (
-            context.times("bench ffn", shards, partial(_labelled, label)) for label in (WHOLE, EQUAL, PLANNED)
+        whole, equal, modelled, tuned = (
+            context.times("bench ffn", shards, partial(_labelled, (label,))) for label in (WHOLE, EQUAL, PLANNED, TUNED)
         )
-        best = context.times("bench ffn", shards, partial(_labelled, SWEPT))
+        planned = context.times("bench ffn", shards, partial(_labelled, (PLANNED, TUNED)))
+        best = context.times("bench ffn", shards, lambda row: row.label.startswith(SWEPT))
         asked = () if whole else map(float, FFN_TOKENS)
-        for name, found in ((EQUAL, equal), (PLANNED, planned), (BEST, best)):
+        for name, found in ((EQUAL, equal), (BY_MODEL, modelled), (BY_TUNE, tuned), (BEST, best)):
             series += context.lines(f"{name}, TP{shards}", quotients(found, whole), None, asked)
             asked = ()
-        for tokens, (value, _) in quotient(planned, best).items():
+        for tokens, (value, row) in quotient(planned, best).items():
             excess[tokens] = max(value - 1.0, excess.get(tokens, -1.0))
+            labels.append(row.label)
     for shards in FFN_RANKS:
-        guesses: dict[str, dict[float, float]] = {EQUAL: {}, PLANNED: {}, BEST: {}}
+        guesses: dict[str, dict[float, float]] = {EQUAL: {}, BY_MODEL: {}, BEST: {}}
         for tokens in FFN_TOKENS:
             plan = predict.ffn_plan("H100", LLAMA, shards, tokens, swept_sizes(tokens))
-            us = {EQUAL: plan.us[tokens // 2], PLANNED: plan.us[plan.first]}
+            us = {EQUAL: plan.us[tokens // 2], BY_MODEL: plan.us[plan.first]}
             us[BEST] = min(plan.us[size] for size in swept_sizes(tokens))
             for name, value in us.items():
                 guesses[name][tokens] = value / plan.us[0]
         for name, values in guesses.items():
             series.append(predicted(f"{name}, TP{shards}, predicted", values, None, "planner, H100"))
-    claim = judge("beyond the best of the sweep the planned halves take", Bound("at most", 0.02), {}, excess)
+    text = f"beyond the best of the sweep the planned halves{_how_planned(labels)} take"
+    claim = judge(text, Bound("at most", 0.02), {}, excess)
     return Drawn(tuple(line for line in series if line.points), (claim,))
 
 
-def _labelled(label: str, row: Timed) -> bool:
-    return row.label.startswith(label)
+def _labelled(labels: tuple[str, ...], row: Timed) -> bool:
+    return row.label in labels
+
+
+def _how_planned(labels: Sequence[str]) -> str:
+    """How the halves with these labels were planned, in parentheses; empty without any."""
+    tuned = labels.count(TUNED)
+    if not labels:
+        return ""
+    if not tuned:
+        return " (by the model)"
+    if tuned == len(labels):
+        return " (from halves that tune measured)"
+    return f" ({tuned} of {len(labels)} from halves that tune measured, the others by the model)"
