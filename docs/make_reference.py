@@ -33,6 +33,7 @@ QUICK = {
     "doctor": ["doctor"],
     "doctor --vllm": ["doctor", "--vllm"],
     "tune --dry-run": ["tune", "--dry-run"],
+    "tune --halves --dry-run": ["tune", "--halves", "llama-3.3-70b", "--dry-run"],
     "bench paper": ["bench", "paper", "flash-communication", "--figures", "5,10,13", "--dry-run"],
     "bench vllm --dry-run": ["bench", "vllm", "--dry-run", "--tp", "4"],
 }
