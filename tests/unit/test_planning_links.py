@@ -112,7 +112,11 @@ def test_the_users_file_comes_before_the_shipped_one(tmp_path: Path, monkeypatch
         ("norm_apart = true ", "norm_apart = 1 ", "t: transports.nccl: norm_apart: expected true or false, got 1"),
         ("[transports.nccl", "[transports.mine", "t: transports: expected nccl among them, got mine, host"),
         ("contention = 1.2 ", "contention = 0.9 ", "t: transports.nccl: contention: expected at least 1, got 0.9"),
-        ("gb_per_s = 29 ", "beside = false\ngb_per_s = 29 ", "t: transports.nccl: ways: expected one with beside = true"),
+        (
+            "gb_per_s = 29 ",
+            "beside = false\ngb_per_s = 29 ",
+            "t: transports.nccl: ways: expected one with beside = true",
+        ),
         ('name = "host-memory"', "name =", "t: expected TOML, got"),
     ],
 )
