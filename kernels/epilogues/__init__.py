@@ -30,7 +30,7 @@ class EpilogueEntry:
             kernel supports the epilogue.
         header: ``<name>_row.cuh``, which defines what ``rms_norm_row.cuh`` defines for ``row.cuh``; None: no CUDA kernel
             supports the epilogue.
-        statistics_bytes: Size of ``RowStatistics`` in that header.
+        statistics_bytes: Size of ``RowStatistics`` in that header, or the largest if it depends on the row.
     """
 
     name: str

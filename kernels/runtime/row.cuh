@@ -3,7 +3,8 @@
 //
 //   RowStatistics             what the row's threads add up: float, a struct with operator+= and shuffle_xor, or a struct with
 //                             its own warp_sum and total
-//   observe(statistics, h)    adds eight elements of the row to a thread's statistics
+//   observe(statistics, h)    adds eight elements of the row to a thread's statistics. Or observe(statistics, h, before), if it
+//                             has to know how many vectors of eight elements the statistics have already
 //   row_factor(total, eps)    makes the argument of normalise from the row's total statistics
 //   normalise(...)            one vector of the result, Eight<Normalised>
 //
@@ -130,6 +131,12 @@ DEVICE void weigh(Eight<Normalised>& result, float (&y)[8], const Eight<WEIGHT_T
   pack(result, y);
 }
 
+// For epilogues that need not know how many vectors the statistics have already.
+template <typename T>
+DEVICE void observe(T& statistics, const float (&h)[8], int) {
+  observe(statistics, h);
+}
+
 // h = scale * sum + bias + residual; returns this thread's part of the row's statistics.
 template <int GROUP>
 DEVICE RowStatistics finish_sum(float (&h)[RowPart<GROUP>::VECTORS][8], float scale, const BIAS_TYPE* bias,
@@ -144,7 +151,7 @@ DEVICE RowStatistics finish_sum(float (&h)[RowPart<GROUP>::VECTORS][8], float sc
       add(h[v], eight);
     }
     if constexpr (present<RESIDUAL_TYPE>) add(h[v], residual.vectors[v]);
-    observe(statistics, h[v]);
+    observe(statistics, h[v], v);
   });
   return statistics;
 }

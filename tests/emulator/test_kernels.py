@@ -298,6 +298,35 @@ def test_layer_norm_of_rows_whose_mean_is_large(kind: str) -> None:
         torch.testing.assert_close(own.hidden.double(), call.hidden, rtol=0, atol=2e-3)
 
 
+@pytest.mark.parametrize(
+    ("hidden_size", "threads", "cluster"),
+    [
+        (256, 32, 1),
+        (768, 96, 1),  # three warps
+        (1536, 64, 1),  # three vectors a thread
+        (1024, 32, 4),
+        (4352, 544, 1),  # 17 warps: two for each lane of half a warp, or one, or none
+        (8192, 1024, 1),
+    ],
+)
+def test_layer_norm_of_rows_that_threads_have_equal_parts_of(hidden_size: int, threads: int, cluster: int) -> None:
+    """Rows whose mean is large, and rows of which one thread, warp or half is far from all the rest."""
+    form = Form(FP16, residual_dtype=FP32, weight_dtype=FP16, epilogue="layer_norm")
+    xs = partial_sums(2, 6, hidden_size, FP16, 0)
+    for x in xs:
+        x[0] += 1000.0
+        x[1, :8] += 1000.0
+        x[2, 8:16] += 1000.0
+        x[3, : hidden_size // 2] += 1000.0
+        x[4, :256] += 1000.0
+        x[4, -1] -= 5000.0
+    machine = push(2, hidden_size, form, True, 0, threads=threads, cluster=cluster, resident=2 * cluster)
+    call = machine.call(6, 2 * cluster, xs=xs)
+    machine.emulator.run()
+    for own in call.ranks:
+        torch.testing.assert_close(own.hidden.double(), call.hidden, rtol=2**-10, atol=2e-3)
+
+
 # --- a rank that is not there ----------------------------------------------------------------------------------------
 
 

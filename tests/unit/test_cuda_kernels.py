@@ -231,6 +231,24 @@ def test_ctas_of_a_cluster_wait_for_no_store_to_peers(monkeypatch: pytest.Monkey
     assert alone == clusters == 1  # of the last CTA's counter
 
 
+@pytest.mark.parametrize("hidden_size", [4096, 5120, 8192])
+@pytest.mark.parametrize("kind", ["one_shot", "one_shot_clusters", "one_shot_pairs"])
+def test_layer_norm_has_few_instructions_more_than_rms_norm(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, hidden_size: int
+) -> None:
+    """Short calls wait for all of them. Of shuffles, which take turns on an SM, there are 12 instead of 5."""
+    found = []
+    for epilogue in (RMS_NORM, "layer_norm"):
+        asked = request(hidden_size, residual_dtype=BF16, epilogue=epilogue, norm_bias=True)
+        lines = dump(program_of(kind, asked, 2, monkeypatch).cubin(), tmp_path, "-sass").splitlines()
+        # What lies behind the kernel's last EXIT is for warps whose lanes are apart, and for divisions of odd numbers.
+        whole = "\n".join(lines[: max(n for n, line in enumerate(lines) if re.search(r"\s EXIT", line))])
+        found.append((len(re.findall(r"^\s+/\*[0-9a-f]{4}\*/", whole, re.MULTILINE)), whole))
+    (rms_norm, _), (layer_norm, code) = found
+    assert layer_norm <= rms_norm + 48
+    assert code.count("SHFL") <= 13 and "MUFU.RCP" not in code
+
+
 FENCE, FENCE_SHARED, BARRIER = "fence.proxy.async", "fence.proxy.async.shared::cta", "barrier.sync.aligned"
 MEETING = [BARRIER, "st.release.sys.global.b32", "ld.acquire.sys.global.b32", BARRIER]
 BULK_LOAD = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
