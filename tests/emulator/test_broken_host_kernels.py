@@ -50,7 +50,7 @@ NARROW = {"groups": 1, "ring": 2, "ahead": 1, "depth": 1}
 
 BROKEN_WORDS: dict[str, tuple[Run, str, str]] = {
     "one part": (run_words, "(number & 1) * p.part_bytes", "0"),
-    "half a line speaks for the other": (run_words, " || words[1] >> 48 != name", ""),
+    "half a line speaks for the other": (run_words, " || line[1] >> 48 != name", ""),
     "words do not name their call": (run_words, "(uint64_t)name << 48", "1ull << 48"),
     "words of a call with the same name stay": (run_named_again, "if (blockIdx.x == 0) call.erase();", ""),
     "erases the same lines in each call": (run_named_again, "(number >> 1) % shares", "0"),

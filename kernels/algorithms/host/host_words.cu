@@ -81,16 +81,17 @@ inline constexpr uint32_t ROW_LINES = begin_of(LINES);
 struct Call {
   const HostWordsParams& p;
   uint32_t number, thread, name;
+  uint8_t* parts[WORLD_SIZE];  // of the ranks' outboxes, from this thread's first line on
 
   DEVICE Call(const HostWordsParams& p, uint32_t number, uint32_t thread)
-      : p(p), number(number), thread(thread), name(number % NAMES + 1) {}
-
-  DEVICE uint8_t* part(int rank) const { return p.outboxes[rank] + (number & 1) * p.part_bytes; }
-  DEVICE uint8_t* line(int rank, int row, int line) const {
-    return part(rank) + ((uint64_t)row * ROW_LINES + begin_of(line) + thread) * 16;
+      : p(p), number(number), thread(thread), name(number % NAMES + 1) {
+    for (int rank = 0; rank < WORLD_SIZE; ++rank)
+      parts[rank] = p.outboxes[rank] + (number & 1) * p.part_bytes + thread * 16;
   }
+
+  static DEVICE uint64_t offset(int row, int line) { return ((uint64_t)row * ROW_LINES + begin_of(line)) * 16; }
   DEVICE bool has(int line) const {
-    return line < LINES_OF_ALL || (line < LINES && (int)thread < THREADS_WITH_LAST);
+    return line < LINES_OF_ALL || (line < LINES && (THREADS_WITH_LAST == THREADS || (int)thread < THREADS_WITH_LAST));
   }
   // Piece number `piece` of a set; 0 behind the last one.
   static DEVICE uint32_t piece_of(const Eight<X_TYPE> (&vectors)[VECTORS], int set, int piece) {
@@ -99,6 +100,7 @@ struct Call {
   }
 
   DEVICE void send(int row, const Eight<X_TYPE> (&vectors)[VECTORS]) const {
+    uint8_t* const to = p.outboxes[p.rank] + (number & 1) * p.part_bytes + thread * 16;
     const uint64_t named = (uint64_t)name << 48;
 #pragma unroll
     for (int set = 0; set < SETS; ++set)
@@ -108,7 +110,7 @@ struct Call {
         const uint32_t halves = piece_of(vectors, set, 3 * index + 1);
         const uint64_t words[2] = {named | (uint64_t)(halves & 0xffff) << 32 | piece_of(vectors, set, 3 * index),
                                    named | (uint64_t)(halves >> 16) << 32 | piece_of(vectors, set, 3 * index + 2)};
-        store_pairs_relaxed_sys(line(p.rank, row, set * SET_LINES + index), words);
+        store_pairs_relaxed_sys(to + offset(row, set * SET_LINES + index), words);
       }
   }
 
@@ -117,25 +119,30 @@ struct Call {
     [[maybe_unused]] uint32_t polls = 0;
     uint32_t missing;
     do {
+      // All loads of a poll are on their way at once: a load takes as long as ten of them.
+      uint64_t words[WORLD_SIZE][SET_LINES][2];
+#pragma unroll
+      for (int rank = 0; rank < WORLD_SIZE; ++rank)
+#pragma unroll
+        for (int index = 0; index < SET_LINES; ++index)
+          if (rank != p.rank && has(set * SET_LINES + index))
+            load_pairs_relaxed_sys(words[rank][index], parts[rank] + offset(row, set * SET_LINES + index));
       missing = 0;
 #pragma unroll
-      for (int rank = 0; rank < WORLD_SIZE; ++rank) {
-        if (rank == p.rank) continue;
+      for (int rank = 0; rank < WORLD_SIZE; ++rank)
 #pragma unroll
         for (int index = 0; index < SET_LINES; ++index) {
-          if (!has(set * SET_LINES + index)) continue;
-          uint64_t words[2];
-          load_pairs_relaxed_sys(words, line(rank, row, set * SET_LINES + index));
-          if (words[0] >> 48 != name || words[1] >> 48 != name) missing |= 1u << rank;
-          const uint32_t halves = (uint32_t)(words[0] >> 32 & 0xffff) | (uint32_t)(words[1] >> 32) << 16;
-          const uint32_t pieces[3] = {(uint32_t)words[0], halves, (uint32_t)words[1]};
+          const uint64_t(&line)[2] = words[rank][index];
+          const bool wanted = rank != p.rank && has(set * SET_LINES + index);
+          if (wanted && (line[0] >> 48 != name || line[1] >> 48 != name)) missing |= 1u << rank;
+          const uint32_t halves = (uint32_t)(line[0] >> 32 & 0xffff) | (uint32_t)(line[1] >> 32) << 16;
+          const uint32_t pieces[3] = {(uint32_t)line[0], halves, (uint32_t)line[1]};
 #pragma unroll
           for (int i = 0; i < 3; ++i) {
             const int piece = 3 * index + i;
             if (piece < AT_ONCE * PIECES) got[rank][piece / PIECES].words[piece % PIECES] = pieces[i];
           }
         }
-      }
 #if SPIN_LIMIT
       if (missing != 0 && ++polls == SPIN_LIMIT) {
         for (int rank = 0; rank < WORLD_SIZE; ++rank) {
@@ -150,12 +157,15 @@ struct Call {
 
   // Erases this call's share of the lines that it does not use.
   DEVICE void erase() const {
+    if ((int)thread >= p.erased) return;
     const uint32_t lines = p.part_bytes / 16, shares = (lines + p.erased - 1) / p.erased;
     const uint32_t begin = (number >> 1) % shares * p.erased;
+    uint8_t* const outbox = p.outboxes[p.rank] + (number & 1) * p.part_bytes;
     const uint64_t nothing[2] = {0, 0};
+#pragma unroll 1
     for (uint32_t i = thread; i < (uint32_t)p.erased; i += THREADS)
       if (begin + i >= p.tokens * ROW_LINES && begin + i < lines)
-        store_pairs_relaxed_sys(part(p.rank) + (begin + i) * 16ull, nothing);
+        store_pairs_relaxed_sys(outbox + (begin + i) * 16ull, nothing);
   }
 };
 
@@ -177,6 +187,7 @@ KERNEL(THREADS, 1) host_words(GRID_CONSTANT HostWordsParams p) {
 
   int parity = 0;
   send(first);
+  if (blockIdx.x == 0) call.erase();  // now, because the end of the call waits for what has been stored
   for (int row = first; row < p.tokens; row += stride) {
     const uint64_t element = (uint64_t)row * HIDDEN;
     Loaded<THREADS, X_TYPE> own;
@@ -228,7 +239,6 @@ KERNEL(THREADS, 1) host_words(GRID_CONSTANT HostWordsParams p) {
 #endif
     });
   }
-  if (blockIdx.x == 0) call.erase();
   grid_dependency_launch();  // not before: see push.cu
 
   // The last CTA counts the call: by then every CTA has read its number.
