@@ -89,12 +89,6 @@ DEVICE void observe(AnyPart& part, const float (&h)[8], int before) {
 
 // --- parts of one size -----------------------------------------------------------------------------------------------
 
-constexpr int power_of_two_from(int number) {
-  int power = 1;
-  while (power < number) power *= 2;
-  return power;
-}
-
 // Puts together PARTS parts. The lower half of a warp adds up distances from `shift`, and the upper half adds up what becomes the
 // variance, so both sums take the shuffles of one. `number`: a lane's share of its sum, of LANES shares that neighbouring lanes
 // have. All lanes get the same bits.

@@ -85,12 +85,30 @@ DEVICE T warp_sum(T value) {
   return value;
 }
 
-// All threads that add up the same numbers get the same bits.
+constexpr int power_of_two_from(int number) {
+  int power = 1;
+  while (power < number) power *= 2;
+  return power;
+}
+
+// The sum of COUNT numbers in shared memory, for all lanes of a warp. All threads that add up the same numbers get the same
+// bits. Few numbers are loaded by each lane. If there are more, each lane takes its share: loads that give the same number to
+// all lanes are slow, because an SM writes 128 bytes a cycle to registers, however few it has read.
 template <int COUNT, typename T>
 DEVICE T total(const T* numbers) {
   T sum{};
+  if constexpr (COUNT <= 8) {
 #pragma unroll
-  for (int i = 0; i < COUNT; ++i) sum += numbers[i];
+    for (int i = 0; i < COUNT; ++i) sum += numbers[i];
+  } else {
+    constexpr int LANES = smaller(power_of_two_from(COUNT), 32);
+    const int lane = threadIdx.x % LANES;
+#pragma unroll
+    for (int first = 0; first < COUNT; first += LANES)
+      if (COUNT % LANES == 0 || first + lane < COUNT) sum += numbers[first + lane];
+#pragma unroll
+    for (int mask = LANES / 2; mask > 0; mask /= 2) sum += shuffle_xor(sum, mask);
+  }
   return sum;
 }
 

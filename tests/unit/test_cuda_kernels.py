@@ -245,7 +245,7 @@ def test_layer_norm_has_few_instructions_more_than_rms_norm(
         whole = "\n".join(lines[: max(n for n, line in enumerate(lines) if re.search(r"\s EXIT", line))])
         found.append((len(re.findall(r"^\s+/\*[0-9a-f]{4}\*/", whole, re.MULTILINE)), whole))
     (rms_norm, _), (layer_norm, code) = found
-    assert layer_norm <= rms_norm + 48
+    assert layer_norm <= rms_norm + 64
     assert code.count("SHFL") <= 13 and "MUFU.RCP" not in code
 
 

@@ -29,7 +29,7 @@ NAMES = 2**16 - 1
 """Calls have so many names, one after the other. 0 is no name. The number is odd, because two parts take turns."""
 _MOST_REGISTERS = 64
 """What a thread receives at a time takes no more; the row's other numbers need the rest."""
-_SHORT_BYTES = 32 * 1024
+_SHORT_BYTES = 16 * 1024
 """Up to this size of a message, more threads save more time than the bytes of half-full lines cost."""
 
 
