@@ -91,25 +91,31 @@ constexpr int power_of_two_from(int number) {
   return power;
 }
 
-// The sum of COUNT numbers in shared memory, for all lanes of a warp. All threads that add up the same numbers get the same
-// bits. Few numbers are loaded by each lane. If there are more, each lane takes its share: loads that give the same number to
-// all lanes are slow, because an SM writes 128 bytes a cycle to registers, however few it has read.
-template <int COUNT, typename T>
-DEVICE T total(const T* numbers) {
-  T sum{};
+// Puts together COUNT numbers of shared memory, for all lanes of a warp. `combine(a, b)` gives the same whichever of the two is
+// first; T{} changes nothing. All threads that put together the same numbers get the same bits. Few numbers are loaded by each
+// lane. If there are more, each lane takes its share: loads that give the same number to all lanes are slow, because an SM
+// writes 128 bytes a cycle to registers, however few it has read.
+template <int COUNT, typename T, typename Combine>
+DEVICE T combined(const T* numbers, Combine combine) {
+  T all{};
   if constexpr (COUNT <= 8) {
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) sum += numbers[i];
+    for (int i = 0; i < COUNT; ++i) all = combine(all, numbers[i]);
   } else {
     constexpr int LANES = smaller(power_of_two_from(COUNT), 32);
     const int lane = threadIdx.x % LANES;
 #pragma unroll
     for (int first = 0; first < COUNT; first += LANES)
-      if (COUNT % LANES == 0 || first + lane < COUNT) sum += numbers[first + lane];
+      if (COUNT % LANES == 0 || first + lane < COUNT) all = combine(all, numbers[first + lane]);
 #pragma unroll
-    for (int mask = LANES / 2; mask > 0; mask /= 2) sum += shuffle_xor(sum, mask);
+    for (int mask = LANES / 2; mask > 0; mask /= 2) all = combine(all, shuffle_xor(all, mask));
   }
-  return sum;
+  return all;
+}
+
+template <int COUNT, typename T>
+DEVICE T total(const T* numbers) {
+  return combined<COUNT>(numbers, [](T a, const T& b) { return a += b; });
 }
 
 // Sum over the threads of one group of WARPS warps. `partials`: WARPS values of shared memory, not used by the sum

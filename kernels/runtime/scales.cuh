@@ -25,8 +25,7 @@ DEVICE float group_max(float value, float* maxima, uint32_t thread, uint32_t bar
     if (thread % 32 == 0) maxima[thread / 32] = value;
     warp_sync();
     barrier_sync(barrier, WARPS * 32);
-#pragma unroll
-    for (int i = 0; i < WARPS; ++i) value = greatest(value, maxima[i]);
+    value = combined<WARPS>(maxima, [](float a, float b) { return greatest(a, b); });
   }
   return value;
 }
