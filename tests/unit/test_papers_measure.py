@@ -111,13 +111,49 @@ def test_time_is_kept(bench: FakeBench, tmp_path: Path) -> None:
     assert "--minutes were over" in next(iter(late.missing.values())) and len(bench.asked) == 1
 
 
+def on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tw_compile.cli.common.gpus", lambda: 1)
+    for fact, value in (("made_with", KEY), ("through_host", False)):
+        monkeypatch.setattr(f"tw_compile.cli.bench_paper.{fact}", lambda value=value: value)
+
+
+@pytest.mark.parametrize(
+    ("minutes", "busy", "tuned"), [("5", "", True), ("5", "the GPU is busy", True), ("1.9", "", False)]
+)
+def test_figure_9_tunes_halves_first_and_plans_by_them(
+    monkeypatch: pytest.MonkeyPatch, bench: FakeBench, tmp_path: Path, minutes: str, busy: str, tuned: bool
+) -> None:
+    on_one_gpu(monkeypatch)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    asked: list[FfnSpec] = []
+    (figure,) = exhibits("tokenweave", "9")
+    assert figure.requests is not None
+    before = {request.digest(KEY) for request in figure.requests(2)}
+
+    def tune(specs: list[FfnSpec], progress: Any) -> str | None:
+        assert not bench.asked, "tuned after the figure was measured"
+        asked.extend(specs)
+        entry = MeasuredHalves(8192, 3584, "bfloat16", 2048, 896, 533.0, 564.0, "today")
+        if not busy:
+            write_halves(tmp_path / "tw_compile", "NVIDIA H100 80GB HBM3", (entry,), "")
+        return busy or None
+
+    monkeypatch.setattr("tw_compile.cli.bench_paper.tune_for", tune)
+    args = ["bench", "paper", "tokenweave", "--figures", "9", "--minutes", minutes, "--out", str(tmp_path / "rows")]
+    result = CliRunner().invoke(app, args)
+    assert result.exit_code == 0, result.output
+    assert [spec.shards for spec in asked] == ([4, 8] if tuned else []) and len(bench.asked) == 2
+    assert ("halves are planned by the model: the GPU is busy" in result.output) is bool(busy)
+    kept = {file.name.split("-")[2] for file in (tmp_path / "rows").iterdir()}
+    assert (kept == before) is (bool(busy) or not tuned)
+
+
 def test_the_same_command_goes_on_where_minutes_were_over(
     monkeypatch: pytest.MonkeyPatch, bench: FakeBench, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(bench, "labels", (WHOLE, PLANNED))
-    monkeypatch.setattr("tw_compile.cli.common.gpus", lambda: 1)
-    for fact, value in (("made_with", KEY), ("through_host", False)):
-        monkeypatch.setattr(f"tw_compile.cli.bench_paper.{fact}", lambda value=value: value)
+    on_one_gpu(monkeypatch)
+    monkeypatch.setattr("tw_compile.cli.bench_paper.tune_for", lambda specs, progress: "the GPU is busy")
     args = ["bench", "paper", "tokenweave", "--figures", "9", "--minutes", "5", "--out", str(tmp_path), "--json", "-"]
 
     def call() -> tuple[list[str], list[float]]:

@@ -15,10 +15,10 @@ from test_tuning import H200, report_of
 from typer.testing import CliRunner
 
 from tw_compile.benchmark.layer import ffn
-from tw_compile.benchmark.layer.ffn_spec import swept_sizes
+from tw_compile.benchmark.layer.ffn_spec import FfnSpec, swept_sizes
 from tw_compile.cli import common
 from tw_compile.cli.app import app
-from tw_compile.cli.tune_halves import spec_of
+from tw_compile.cli.tune_halves import spec_of, tune_for
 from tw_compile.harness.requests import RankError, UsageError
 from tw_compile.planning import load_profile, profile_of_device
 from tw_compile.planning.device import DeviceProfile, parse_profile
@@ -259,6 +259,50 @@ def test_the_command_writes_profile_and_times_and_tells_them(tmp_path: Path, mon
         8192, 7168, "bfloat16", 2048, 1408, 90.0, 97.0, f"2026-11-27, {GPU}, torch 2.11.0, tw_compile abc"
     )
     assert json.loads((tmp_path / "tune-halves.json").read_text()) == json.loads((tmp_path / "report.json").read_text())
+
+
+def test_what_a_figure_needs_is_tuned_once_and_what_the_profile_has_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _on_a_gpu(monkeypatch)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    folder, timed = tmp_path / "tw_compile", []
+    write_halves(folder, GPU, (ENTRY,), "")
+
+    def run(spec: HalvesSpec, progress: Callable[[str], None]) -> dict[str, Any]:
+        timed.extend((trial.shards, trial.tokens) for trial in spec.trials)
+        return _run()(spec, progress)
+
+    monkeypatch.setattr(halves, "run", run)
+    wanted = [FfnSpec(LLAMA, 4, (1024, 2048)), FfnSpec(LLAMA, 8, (1024,)), FfnSpec(LLAMA, 8, (1024,))]
+    said: list[str] = []
+    assert tune_for(wanted, said.append) is None and timed == [(4, 1024), (8, 1024)]
+    assert said[0].startswith("tune --halves: llama-3.3-70b, TP4") and said[-1] == f"wrote {folder / 'device.toml'}"
+    kept = kept_halves(folder, GPU)
+    assert ENTRY in kept and {(entry.intermediate_size, entry.tokens) for entry in kept} == {
+        (7168, 1024),
+        (7168, 2048),
+        (3584, 1024),
+    }
+    assert tune_for(wanted, said.append) is None and len(timed) == 2
+
+
+def test_what_cannot_be_tuned_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    wanted = [FfnSpec(LLAMA, 4, (1024,))]
+    _on_a_gpu(monkeypatch, used=2**34)
+    assert "expected an idle GPU" in str(tune_for(wanted, print))
+    _on_a_gpu(monkeypatch, name="NVIDIA T4")
+    assert "expected a device with a profile" in str(tune_for(wanted, print))
+    _on_a_gpu(monkeypatch)
+
+    def fail(spec: HalvesSpec, progress: Callable[[str], None]) -> dict[str, Any]:
+        raise RankError("tune: rank 0 died\nand more")
+
+    monkeypatch.setattr(halves, "run", fail)
+    assert tune_for(wanted, print) == "tune: rank 0 died"
+    monkeypatch.setattr(halves, "run", _run(incomplete="no answer in 600 s"))
+    assert tune_for(wanted, print) == "no answer in 600 s" and len(kept_halves(tmp_path / "tw_compile", GPU)) == 1
 
 
 def test_what_was_done_before_the_time_was_over_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,11 +16,14 @@ from tw_compile.benchmark.papers.registry import PAPERS, exhibits
 from tw_compile.benchmark.papers.timed import given
 from tw_compile.cli import bench_common, common
 from tw_compile.cli.common import JsonOption
+from tw_compile.cli.tune_halves import tune_for
 from tw_compile.harness.launch import Progress
 from tw_compile.harness.requests import UsageError
 
 MOST_MINUTES = 24 * 60.0
 DRY_RUN_RANKS = 2
+TUNE_MINUTES = 2.0
+"""With less time halves are not tuned before they are planned. It takes a GPU well under a minute."""
 
 
 @common.one_line_errors
@@ -67,7 +70,8 @@ def paper(
     """Show a paper's figures and tables beside what is measured here, was measured before, or is predicted.
 
     NAME is tokenweave, flash-communication, commfuse, distfuse or vllm-44079. Every value says how it was obtained, and claims
-    are checked in words. The benchmarks do the measuring; what they found is kept as CSV. Exit code: 0 drawn, also where
+    are checked in words. The benchmarks do the measuring; what they found is kept as CSV. TokenWeave's figure 9 plans halves, so
+    what tune --halves measures is measured first, if the user's device.toml lacks it, and added there. Exit code: 0 drawn, also where
     something could not be measured, 2 bad input.
     """
     begin = time.monotonic()
@@ -115,5 +119,14 @@ def _measured(
 ) -> Measured:
     from tw_compile.benchmark.papers.report import requests_of
 
+    begin = time.monotonic()
     requests = [request for asked in requests_of(shown, ranks).values() for request in asked]
-    return measure(requests, gpus, folder, minutes, made_with(), progress, resume, host=through_host())
+    ffns = [request.spec for request in requests if request.bench == "bench ffn"]
+    if gpus > 0 and ffns and minutes >= TUNE_MINUTES:
+        # The halves that a request plans depend on what is measured here, so the requests are made anew.
+        reason = tune_for(ffns, progress)
+        if reason is not None:
+            progress(f"halves are planned by the model: {reason}")
+        requests = [request for asked in requests_of(shown, ranks).values() for request in asked]
+    left = minutes - (time.monotonic() - begin) / 60.0
+    return measure(requests, gpus, folder, left, made_with(), progress, resume, host=through_host())

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from tw_compile.benchmark.layer.ffn_spec import FfnSpec
 from tw_compile.cli import bench_common, common
 from tw_compile.files import write_whole
-from tw_compile.harness.requests import UsageError
+from tw_compile.harness.launch import Progress
+from tw_compile.harness.requests import RankError, UsageError
 from tw_compile.harness.table import plain_table
 from tw_compile.planning import DeviceProfile, load_profile
-from tw_compile.tuning.halves_spec import SHARDS, TOKENS, HalvesSpec, check_tokens, seconds, trials_of
+from tw_compile.tuning.halves_spec import SHARDS, TOKENS, HalvesSpec, HalvesTrial, check_tokens, seconds, trials_of
 
 SCHEMA_VERSION = 1
 RESULTS = "tune-halves.json"
@@ -80,6 +83,44 @@ def tune_halves(asked: HalvesTuning, folder: Path, json_file: str | None) -> int
     return _finish(console, report, folder, name, json_file)
 
 
+def tune_for(wanted: Iterable[FfnSpec], progress: Progress) -> str | None:
+    """Time the halves of these FFNs that the user's profile has not yet, and add them to it. Returns why not, if it could not.
+
+    Where nothing is missing, nothing runs.
+    """
+    from tw_compile.files import user_folder
+    from tw_compile.tuning.halves import run
+    from tw_compile.tuning.halves_profile import base_profile, measured_rows, write_halves
+
+    folder = user_folder()
+    if folder is None:
+        return "this user has no home for a device.toml"
+    try:
+        name = _idle_gpu()
+        profile = base_profile(folder, name)
+        trials: dict[tuple[int, int, int], HalvesTrial] = {}
+        for ffn in wanted:
+            found = spec_of(profile, (ffn.model,), (ffn.shards,), ffn.tokens, ffn.timeout).trials
+            trials |= {(trial.hidden_size, trial.intermediate_size, trial.tokens): trial for trial in found}
+        have = {(entry.hidden_size, entry.intermediate_size, entry.tokens) for entry in profile.halves}
+        missing = tuple(trial for key, trial in trials.items() if key not in have)
+        if not missing:
+            return None
+        report = run(HalvesSpec(missing), lambda what: progress(f"tune --halves: {what}"))
+        progress(f"wrote {write_halves(folder, name, measured_rows(report), _comment(report, name))}")
+    except (RankError, UsageError) as error:
+        return str(error).splitlines()[0]
+    return None if report["incomplete"] is None else str(report["incomplete"]).splitlines()[0]
+
+
+def _comment(report: dict[str, Any], device_name: str) -> str:
+    versions = report["versions"]
+    return (
+        f"Written by tw-compile tune --halves on {versions['date']}: {device_name}, {report['machine']}, torch "
+        f"{versions['torch']}, tw_compile {versions['commit']}"
+    )
+
+
 def spec_of(
     profile: DeviceProfile, models: tuple[str, ...], shards: tuple[int, ...], tokens: tuple[int, ...], timeout: float
 ) -> HalvesSpec:
@@ -90,7 +131,7 @@ def spec_of(
     """
     from tw_compile.cli.plan import layer_of_model
 
-    trials: dict[tuple[int, int, int], Any] = {}
+    trials: dict[tuple[int, int, int], HalvesTrial] = {}
     for model in models:
         for ranks in shards:
             try:
@@ -149,12 +190,7 @@ def _finish(console: Console, report: dict[str, Any], folder: Path, device_name:
     from tw_compile.tuning.halves_profile import measured_rows, write_halves
 
     _print_rows(console, report["rows"])
-    versions = report["versions"]
-    comment = (
-        f"Written by tw-compile tune --halves on {versions['date']}: {device_name}, {report['machine']}, torch "
-        f"{versions['torch']}, tw_compile {versions['commit']}"
-    )
-    profile = write_halves(folder, device_name, measured_rows(report), comment)
+    profile = write_halves(folder, device_name, measured_rows(report), _comment(report, device_name))
     results = folder / RESULTS
     write_whole(results, json.dumps(report, indent=1) + "\n")
     for file in (results, profile):
