@@ -2,7 +2,7 @@
 //
 // The variance is not mean(h^2) - mean(h)^2. Where the mean is large against the deviation, both terms are large numbers that
 // hardly differ, and their rounding errors in float32 may exceed the variance. So each part of a row has its own mean, and
-// squares of the distances from it. Parts are put together by how far their means are from the common mean (Chan, Golub and
+// squares of the distances from it. Parts are put together by how far their means are from the common mean, or from that of the first part (Chan, Golub and
 // LeVeque: Algorithms for computing the sample variance, 1983): first a thread's vectors, then a warp's threads, then the row's
 // warps.
 #pragma once

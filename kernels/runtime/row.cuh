@@ -92,8 +92,8 @@ constexpr int power_of_two_from(int number) {
 }
 
 // Puts together COUNT numbers of shared memory, for all lanes of a warp. `combine(a, b)` gives the same whichever of the two is
-// first; T{} changes nothing. All threads that put together the same numbers get the same bits. Few numbers are loaded by each
-// lane. If there are more, each lane takes its share: loads that give the same number to all lanes are slow, because an SM
+// first; T{} changes nothing. All threads that put together the same numbers get the same bits. Up to 8 numbers are loaded
+// by all lanes. Of more, each lane loads its share: loads that give the same number to all lanes are slow, because an SM
 // writes 128 bytes a cycle to registers, however few it has read.
 template <int COUNT, typename T, typename Combine>
 DEVICE T combined(const T* numbers, Combine combine) {

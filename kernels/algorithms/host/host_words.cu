@@ -14,8 +14,8 @@
 // Names. Unused memory has 0, and calls have 1 .. NAMES in turn. So a name comes back in a part after NAMES of its calls, and
 // no word may lie there for so long. A call writes the words of its rows. Of all other words of its part each call erases a
 // few, so that after NAMES / 4 calls of a part none has been left out. Nobody reads them meanwhile: the calls that did have
-// ended. The count of calls starts again from 0 after 2^32 of them. There one name is skipped to another, and it comes back
-// after half as many calls; the erased lines start again, too. That is why it is a quarter and not the whole.
+// ended. The count of calls starts again from 0 after 2^32 of them. There the order of names breaks: a name comes back in a
+// part after half as many of its calls. The erased lines start again, too. That is why it is a quarter and not the whole.
 //
 // CTA b of a rank waits only for words that the peers' CTAs send. CTAs send a row before they wait for one, and take their rows
 // in turn. So a call ends if on every rank at least one of its CTAs can run at a time. The state lives in device memory, so
@@ -119,7 +119,7 @@ struct Call {
     [[maybe_unused]] uint32_t polls = 0;
     uint32_t missing;
     do {
-      // All loads of a poll are on their way at once: a load takes as long as ten of them.
+      // All loads of a poll are on their way at once: one load takes as long as ten that are issued together.
       uint64_t words[WORLD_SIZE][SET_LINES][2];
 #pragma unroll
       for (int rank = 0; rank < WORLD_SIZE; ++rank)

@@ -30,7 +30,7 @@ NAMES = 2**16 - 1
 _MOST_REGISTERS = 64
 """What a thread receives at a time takes no more; the row's other numbers need the rest."""
 _SHORT_BYTES = 16 * 1024
-"""Up to this size of a message, more threads save more time than the bytes of half-full lines cost."""
+"""Up to this size of a message, more threads save more time than lines cost that are one third empty."""
 
 
 class HostWordsParams(Structure):
