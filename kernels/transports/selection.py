@@ -57,8 +57,8 @@ _WORDS_BYTES = 2**20
 """Up to this size, host_words is fastest for a message of two ranks. Its words show by themselves that they have arrived. They
 are four thirds of the bytes, but save the time of a fence."""
 _WORDS_BYTES_OF_PEERS = 3 * 2**18
-"""The same for more ranks, of all peers together. Computed, not measured: above, two-shot's fewer bytes save more than its second hop
-costs."""
+"""The same for more ranks, of all peers together. Computed, not measured: above, two-shot's fewer bytes save more than its
+second hop costs."""
 _HOST_ONE_SHOT_BYTES = 2**23
 _PUSH_ONE_SHOT_BYTES = 2_344_687
 """For two ranks. More ranks use one-shot as long as its additional bytes take no longer than two-shot's second hop."""

@@ -78,6 +78,17 @@ def test_calls_beside_compute_have_no_words() -> None:
     assert beside_us(H100, host, 64, 4096, 2, host.sms) == host.contention * alone
 
 
+def test_a_file_of_before_that_does_not_say_which_calls_have_words_is_completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    (tmp_path / "tw_compile").mkdir()
+    lines = [line for line in TEXT.splitlines() if not line.startswith("beside = ")]
+    (tmp_path / "tw_compile" / USER_FILE).write_text("\n".join(lines).replace("gb_per_s = 22.5", "gb_per_s = 20"))
+    words = link_of_node().transport("host").ways["words"]
+    assert (words.gb_per_s, words.beside) == (20, False)
+
+
 def with_ways(transport: LinkTransport, *names: str) -> LinkTransport:
     return replace(transport, ways={name: transport.ways[name] for name in names})
 
@@ -115,7 +126,7 @@ def test_the_users_file_comes_before_the_shipped_one(tmp_path: Path, monkeypatch
         (
             "gb_per_s = 29 ",
             "beside = false\ngb_per_s = 29 ",
-            "t: transports.nccl: ways: expected one with beside = true",
+            "t: transports.nccl: ways: expected one of two_shot with beside = true",
         ),
         ('name = "host-memory"', "name =", "t: expected TOML, got"),
     ],

@@ -266,17 +266,18 @@ def test_what_a_figure_needs_is_tuned_once_and_what_the_profile_has_stays(
 ) -> None:
     _on_a_gpu(monkeypatch)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    folder, timed = tmp_path / "tw_compile", []
+    folder = tmp_path / "tw_compile"
+    timed: list[Any] = []
     write_halves(folder, GPU, (ENTRY,), "")
 
     def run(spec: HalvesSpec, progress: Callable[[str], None]) -> dict[str, Any]:
-        timed.extend((trial.shards, trial.tokens) for trial in spec.trials)
+        timed.extend([*((trial.shards, trial.tokens) for trial in spec.trials), spec.timeout])
         return _run()(spec, progress)
 
     monkeypatch.setattr(halves, "run", run)
     wanted = [FfnSpec(LLAMA, 4, (1024, 2048)), FfnSpec(LLAMA, 8, (1024,)), FfnSpec(LLAMA, 8, (1024,))]
     said: list[str] = []
-    assert tune_for(wanted, said.append) is None and timed == [(4, 1024), (8, 1024)]
+    assert tune_for(wanted, 3.0, said.append) is None and timed == [(4, 1024), (8, 1024), 180.0]
     assert said[0].startswith("tune --halves: llama-3.3-70b, TP4") and said[-1] == f"wrote {folder / 'device.toml'}"
     kept = kept_halves(folder, GPU)
     assert ENTRY in kept and {(entry.intermediate_size, entry.tokens) for entry in kept} == {
@@ -284,25 +285,50 @@ def test_what_a_figure_needs_is_tuned_once_and_what_the_profile_has_stays(
         (7168, 2048),
         (3584, 1024),
     }
-    assert tune_for(wanted, said.append) is None and len(timed) == 2
+    _on_a_gpu(monkeypatch, used=2**34)  # nothing is missing, so nobody asks
+    assert tune_for(wanted, 3.0, said.append) is None and len(timed) == 3
 
 
 def test_what_cannot_be_tuned_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     wanted = [FfnSpec(LLAMA, 4, (1024,))]
     _on_a_gpu(monkeypatch, used=2**34)
-    assert "expected an idle GPU" in str(tune_for(wanted, print))
+    assert "expected an idle GPU" in str(tune_for(wanted, 3.0, print))
     _on_a_gpu(monkeypatch, name="NVIDIA T4")
-    assert "expected a device with a profile" in str(tune_for(wanted, print))
+    assert str(tune_for(wanted, 3.0, print)).startswith("expected a device with a profile")
     _on_a_gpu(monkeypatch)
 
     def fail(spec: HalvesSpec, progress: Callable[[str], None]) -> dict[str, Any]:
         raise RankError("tune: rank 0 died\nand more")
 
     monkeypatch.setattr(halves, "run", fail)
-    assert tune_for(wanted, print) == "tune: rank 0 died"
+    assert tune_for(wanted, 3.0, print) == "tune: rank 0 died"
     monkeypatch.setattr(halves, "run", _run(incomplete="no answer in 600 s"))
-    assert tune_for(wanted, print) == "no answer in 600 s" and len(kept_halves(tmp_path / "tw_compile", GPU)) == 1
+    assert tune_for(wanted, 3.0, print) == "no answer in 600 s" and len(kept_halves(tmp_path / "tw_compile", GPU)) == 1
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/dev/null")
+    monkeypatch.setattr(halves, "run", fail)
+    assert str(tune_for(wanted, 3.0, print)).startswith("expected a folder that is there or can be made")
+
+
+def test_ctrl_c_ends_the_tuning_and_what_comes_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    _on_a_gpu(monkeypatch)
+    monkeypatch.setattr(halves, "run", _run(incomplete="interrupted"))
+    with pytest.raises(KeyboardInterrupt):
+        tune_for([FfnSpec(LLAMA, 4, (1024,))], 3.0, print)
+    assert len(kept_halves(tmp_path / "tw_compile", GPU)) == 1
+
+
+def test_a_file_that_halves_do_not_fit_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_halves(tmp_path, GPU, (ENTRY,), "")
+    file = tmp_path / "device.toml"
+    file.write_text(file.read_text().replace(MARK, "# mine"))
+    _on_a_gpu(monkeypatch)
+    monkeypatch.setattr(halves, "run", lambda *asked: pytest.fail("measured"))
+    result = CliRunner().invoke(app, ["tune", "--halves", LLAMA, "--out", str(tmp_path)])
+    assert result.exit_code == 2 and "are behind the line" in result.output
 
 
 def test_what_was_done_before_the_time_was_over_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

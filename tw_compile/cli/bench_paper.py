@@ -70,9 +70,9 @@ def paper(
     """Show a paper's figures and tables beside what is measured here, was measured before, or is predicted.
 
     NAME is tokenweave, flash-communication, commfuse, distfuse or vllm-44079. Every value says how it was obtained, and claims
-    are checked in words. The benchmarks do the measuring; what they found is kept as CSV. TokenWeave's figure 9 plans halves, so
-    what tune --halves measures is measured first, if the user's device.toml lacks it, and added there. Exit code: 0 drawn, also where
-    something could not be measured, 2 bad input.
+    are checked in words. The benchmarks do the measuring; what they found is kept as CSV. TokenWeave's figure 9 plans halves.
+    So what tune --halves measures is measured first, if the user's device.toml lacks it, and added there. Exit code: 0 drawn,
+    also where something could not be measured, 2 bad input.
     """
     begin = time.monotonic()
     shown = exhibits(name, figures)
@@ -124,9 +124,9 @@ def _measured(
     ffns = [request.spec for request in requests if request.bench == "bench ffn"]
     if gpus > 0 and ffns and minutes >= TUNE_MINUTES:
         # The halves that a request plans depend on what is measured here, so the requests are made anew.
-        reason = tune_for(ffns, progress)
+        reason = tune_for(ffns, minutes, progress)
         if reason is not None:
-            progress(f"halves are planned by the model: {reason}")
+            progress(f"halves that device.toml lacks are planned by the model: {reason}")
         requests = [request for asked in requests_of(shown, ranks).values() for request in asked]
     left = minutes - (time.monotonic() - begin) / 60.0
     return measure(requests, gpus, folder, left, made_with(), progress, resume, host=through_host())

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from tw_compile.benchmark.layer.ffn_spec import FfnSpec
+from tw_compile.benchmark.papers.measure import INTERRUPTED
 from tw_compile.cli import bench_common, common
 from tw_compile.files import write_whole
 from tw_compile.harness.launch import Progress
@@ -64,11 +65,13 @@ def tune_halves(asked: HalvesTuning, folder: Path, json_file: str | None) -> int
         raise UsageError(f"--halves: expected different models, got {asked.models!r}")
     for model in models:
         _check_model(model, max(shards))
-    from tw_compile.tuning.halves_profile import base_profile
+    from tw_compile.tuning.halves_profile import base_profile, check_halves_fit
 
     console = common.make_console(json_file)
     name = "" if asked.dry_run else _idle_gpu()
     profile = load_profile(DRY_RUN_PROFILE) if asked.dry_run else base_profile(folder, name)
+    if not asked.dry_run:
+        check_halves_fit(folder, name)
     spec = spec_of(profile, models, shards, tokens, asked.timeout)
     if asked.dry_run:
         _print_trials(console, spec)
@@ -83,34 +86,49 @@ def tune_halves(asked: HalvesTuning, folder: Path, json_file: str | None) -> int
     return _finish(console, report, folder, name, json_file)
 
 
-def tune_for(wanted: Iterable[FfnSpec], progress: Progress) -> str | None:
-    """Time the halves of these FFNs that the user's profile has not yet, and add them to it. Returns why not, if it could not.
+def tune_for(wanted: Iterable[FfnSpec], minutes: float, progress: Progress) -> str | None:
+    """Time the halves of these FFNs that the user's profile lacks, for ``minutes`` at most, and add them to it.
 
-    Where nothing is missing, nothing runs.
+    Returns why some are still missing; None where none is.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C or SIGTERM came. What was done before is written.
     """
+    import torch
+
     from tw_compile.files import user_folder
     from tw_compile.tuning.halves import run
-    from tw_compile.tuning.halves_profile import base_profile, measured_rows, write_halves
+    from tw_compile.tuning.halves_profile import base_profile, check_halves_fit, measured_rows, write_halves
 
     folder = user_folder()
     if folder is None:
         return "this user has no home for a device.toml"
     try:
-        name = _idle_gpu()
-        profile = base_profile(folder, name)
-        trials: dict[tuple[int, int, int], HalvesTrial] = {}
-        for ffn in wanted:
-            found = spec_of(profile, (ffn.model,), (ffn.shards,), ffn.tokens, ffn.timeout).trials
-            trials |= {(trial.hidden_size, trial.intermediate_size, trial.tokens): trial for trial in found}
-        have = {(entry.hidden_size, entry.intermediate_size, entry.tokens) for entry in profile.halves}
-        missing = tuple(trial for key, trial in trials.items() if key not in have)
+        name = torch.cuda.get_device_name(0)
+        missing = _missing(base_profile(folder, name), wanted)
         if not missing:
             return None
-        report = run(HalvesSpec(missing), lambda what: progress(f"tune --halves: {what}"))
+        _idle_gpu()
+        check_halves_fit(folder, name)
+        report = run(HalvesSpec(missing, timeout=60.0 * minutes), lambda what: progress(f"tune --halves: {what}"))
         progress(f"wrote {write_halves(folder, name, measured_rows(report), _comment(report, name))}")
     except (RankError, UsageError) as error:
-        return str(error).splitlines()[0]
+        return str(error).splitlines()[0].removeprefix("--out: ").removeprefix("--halves: ")
+    if report["incomplete"] == INTERRUPTED:
+        raise KeyboardInterrupt  # no benchmark begins after it
     return None if report["incomplete"] is None else str(report["incomplete"]).splitlines()[0]
+
+
+def _missing(profile: DeviceProfile, wanted: Iterable[FfnSpec]) -> tuple[HalvesTrial, ...]:
+    """Trials of the halves of these FFNs that ``profile`` has no times of."""
+    have = {entry.key for entry in profile.halves}
+    missing: dict[tuple[int, int, str, int], HalvesTrial] = {}
+    for ffn in wanted:
+        for trial in spec_of(profile, (ffn.model,), (ffn.shards,), ffn.tokens, ffn.timeout).trials:
+            key = (trial.hidden_size, trial.intermediate_size, ffn.dtype, trial.tokens)
+            if key not in have:
+                missing[key] = trial
+    return tuple(missing.values())
 
 
 def _comment(report: dict[str, Any], device_name: str) -> str:
@@ -190,9 +208,9 @@ def _finish(console: Console, report: dict[str, Any], folder: Path, device_name:
     from tw_compile.tuning.halves_profile import measured_rows, write_halves
 
     _print_rows(console, report["rows"])
-    profile = write_halves(folder, device_name, measured_rows(report), _comment(report, device_name))
     results = folder / RESULTS
     write_whole(results, json.dumps(report, indent=1) + "\n")
+    profile = write_halves(folder, device_name, measured_rows(report), _comment(report, device_name))
     for file in (results, profile):
         console.print(f"wrote {file}", markup=False, soft_wrap=True)
     common.write_json(report, json_file)

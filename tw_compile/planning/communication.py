@@ -132,7 +132,7 @@ def link_us(
     return min(
         way.latency_us + traffic_bytes(way.traffic, nbytes, world_size, rows) / (way.gb_per_s * 1e3)
         for way in transport.ways.values()
-        if (rows == EXACT_ROWS or way.traffic == "two_shot") and (way.beside or not beside)
+        if (rows == EXACT_ROWS or way.traffic == "two_shot") and not (beside and way.beside is False)
     )
 
 

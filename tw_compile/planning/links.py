@@ -7,7 +7,7 @@ form and name in the user's config folder, which ``tw-compile tune`` writes, com
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from typing import Literal
@@ -28,13 +28,13 @@ class LinkWay:
     Attributes:
         traffic: See :func:`tw_compile.planning.communication.traffic_bytes`.
         gb_per_s: Each way, while both ways are busy.
-        beside: Whether calls beside compute use it, too.
+        beside: Whether calls beside compute use it, too. None: as the shipped way of that name does, or else yes.
     """
 
     traffic: Literal["one_shot", "two_shot"]
     latency_us: float
     gb_per_s: float
-    beside: bool = True
+    beside: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,14 @@ def parse_link(text: str, source: str) -> Link:
             raise ValueError(
                 f"{source}: transports.{name}: contention: expected at least 1, got {transport.contention}"
             )
-        if not any(way.beside for way in transport.ways.values()):
-            raise ValueError(f"{source}: transports.{name}: ways: expected one with beside = true, got none")
+        # Rows in codes have no one-shot way.
+        kinds = {way.traffic for way in transport.ways.values()}
+        beside = {way.traffic for way in transport.ways.values() if way.beside is not False}
+        for kind in ("two_shot",) if "two_shot" in kinds else kinds:
+            if kind not in beside:
+                raise ValueError(
+                    f"{source}: transports.{name}: ways: expected one of {kind} with beside = true, got none"
+                )
     return link
 
 
@@ -119,4 +125,18 @@ def link_of_node(measured: Link | None = None) -> Link:
     """
     file = user_file(USER_FILE)
     text = read_if_there(file, "link")
-    return (measured or shipped_link()) if text is None else parse_link(text, str(file))
+    return (measured or shipped_link()) if text is None else _completed(parse_link(text, str(file)))
+
+
+def _completed(link: Link) -> Link:
+    """``link``, whose ways are used beside compute as the shipped ones of their names are, if it doesn't say so."""
+    shipped = shipped_link().transports
+    transports = dict(link.transports)
+    for name, transport in link.transports.items():
+        known = shipped[name].ways if name in shipped else {}
+        ways = {
+            way: replace(rates, beside=known[way].beside) if rates.beside is None and way in known else rates
+            for way, rates in transport.ways.items()
+        }
+        transports[name] = replace(transport, ways=ways)
+    return replace(link, transports=transports)

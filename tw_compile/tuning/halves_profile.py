@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -60,12 +61,38 @@ def measured_rows(report: dict[str, Any]) -> list[MeasuredHalves]:
     ]
 
 
+def check_halves_fit(folder: Path, device_name: str) -> None:
+    """Raise UsageError where :func:`write_halves` would. Called before anything is measured. The folder is made."""
+    _with_halves(folder, device_name, (), "")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"--out: expected a folder that is there or can be made, got {str(folder)!r} ({error})"
+        ) from error
+    if not os.access(folder, os.W_OK):
+        raise UsageError(f"--out: expected a folder that can be written to, got {str(folder)!r}")
+
+
 def write_halves(folder: Path, device_name: str, found: Iterable[MeasuredHalves], comment: str) -> Path:
     """Add ``found`` to the profile in ``folder``. Where there is none, the shipped one is written, with ``comment`` above.
 
     Raises:
-        UsageError: As :func:`base_profile`; or the file has halves in a place where this function would not put them.
+        UsageError: As :func:`base_profile`; or the file has halves in a place where this function would not put them; or it
+            can't be written.
     """
+    text = _with_halves(folder, device_name, found, comment)
+    file = folder / USER_FILE
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(file, text)
+    except OSError as error:
+        raise UsageError(f"--out: expected a folder that can be written to, got {str(folder)!r} ({error})") from error
+    return file
+
+
+def _with_halves(folder: Path, device_name: str, found: Iterable[MeasuredHalves], comment: str) -> str:
+    """The text of the profile in ``folder``, and ``found`` in it; see :func:`write_halves`."""
     file = folder / USER_FILE
     own, text = _read(file)
     base = base_profile(folder, device_name)
@@ -80,9 +107,7 @@ def write_halves(folder: Path, device_name: str, found: Iterable[MeasuredHalves]
         same = False
     if not same:
         raise UsageError(f"--out: expected a file whose tables [[halves]] are behind the line {MARK!r}, got {file}")
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(file, whole)
-    return file
+    return whole
 
 
 def halves_text(halves: tuple[MeasuredHalves, ...]) -> str:

@@ -28,7 +28,7 @@ _LINE_BYTES = 16
 NAMES = 2**16 - 1
 """Calls have so many names, one after the other. 0 is no name. The number is odd, because two parts take turns."""
 _MOST_REGISTERS = 64
-"""What a thread receives at a time takes no more; the row's other numbers need the rest."""
+"""The vectors that a thread receives at a time take no more. The lines that they come in take up to half as many again."""
 _SHORT_BYTES = 16 * 1024
 """Up to this size of a message, more threads save more time than lines cost that are one third empty."""
 

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Iterable
 from functools import cache
 
-from tw_compile.harness.requests import UsageError
 from tw_compile.planning import LayerShape, Plan, layer_shape, load_profile, plan_layer
 from tw_compile.planning.communication import all_reduce_us, fused_us, rms_norm_us
 from tw_compile.planning.device import user_profile
@@ -76,13 +75,12 @@ def ffn_plan(profile: str, model: str, world_size: int, tokens: int, sizes: tupl
 def tuned_halves(preset: str, world_size: int, counts: Iterable[int]) -> tuple[str, ...]:
     """What the user's own device profile has measured of the FFN of a shipped model on one rank, in words.
 
-    Raises:
-        UsageError: The user's file is wrong.
+    Where the file is wrong, its error: a dry run needs no profile, and a benchmark says itself what is wrong.
     """
     try:
         profile = user_profile()
     except ValueError as error:
-        raise UsageError(str(error)) from error
+        return (str(error),)
     found = preset_layer(preset, world_size)
     if profile is None or found is None:
         return ()
