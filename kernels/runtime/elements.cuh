@@ -19,6 +19,15 @@ inline constexpr bool present = true;
 template <>
 inline constexpr bool present<none> = false;
 
+template <bool FIRST, typename A, typename B>
+struct Either {
+  using Type = A;
+};
+template <typename A, typename B>
+struct Either<false, A, B> {
+  using Type = B;
+};
+
 template <typename A, typename B>
 inline constexpr bool same = false;
 template <typename A>

@@ -42,15 +42,7 @@ struct AnyPart {
   float count, sum, squares;  // squares: of the distances from the mean, which is sum / count
 };
 
-template <bool EQUAL>
-struct PartOf {
-  using Type = EqualPart;
-};
-template <>
-struct PartOf<false> {
-  using Type = AnyPart;
-};
-using RowStatistics = PartOf<EVEN && !ALL_DIGITS>::Type;
+using RowStatistics = Either<EVEN && !ALL_DIGITS, EqualPart, AnyPart>::Type;
 
 DEVICE float mean_of_eight(const float (&h)[8]) {
   return (((h[0] + h[1]) + (h[2] + h[3])) + ((h[4] + h[5]) + (h[6] + h[7]))) * 0.125f;

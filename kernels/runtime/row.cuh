@@ -19,15 +19,7 @@ static_assert(HIDDEN % 8 == 0, "a thread handles eight elements at a time");
 enum ResidualOut { NO_ROWS, OWN_ROWS, ALL_ROWS };
 
 // What normalise gives: results, or the float32 values that scales are computed from.
-template <bool MAKES_SCALES>
-struct NormalisedTo {
-  using Type = HIDDEN_TYPE;
-};
-template <>
-struct NormalisedTo<true> {
-  using Type = fp32;
-};
-using Normalised = NormalisedTo<SCALE_COLUMNS != 0>::Type;
+using Normalised = Either<SCALE_COLUMNS != 0, fp32, HIDDEN_TYPE>::Type;
 
 // One thread's part of a row held by GROUP threads: vectors thread, thread + GROUP, ...
 template <int GROUP>

@@ -11,8 +11,8 @@ import pytest
 
 from emulator.broken import broken_copy, check_caught
 from emulator.kernels import ALGORITHMS, FP8, FP32, Form
-from emulator.test_host_kernels import random_calls, rows, words
-from emulator.test_kernels import MOST_TOKENS, WHOLE
+from emulator.test_host_kernels import calls_of_one_name, random_calls, rows, words
+from emulator.test_kernels import WHOLE
 
 Run = Callable[[Path | None, int], None]
 SEEDS = range(40)
@@ -27,12 +27,7 @@ def run_words(source: Path | None, seed: int, form: Form = WHOLE) -> None:
 
 
 def run_named_again(source: Path | None, seed: int) -> None:
-    names = 9
-    options = _LIMITS | {"resident": 2, "sources": None if source is None else source.parent}
-    machine = words(2, 72, WHOLE, seed, names=names, **options)
-    for number in range(2 * names + 1):
-        machine.call(MOST_TOKENS if number % (2 * names) == 0 else 1, 2)
-    machine.run()
+    calls_of_one_name(seed, sources=None if source is None else source.parent, **_LIMITS).run()
 
 
 def run_rows(

@@ -47,6 +47,15 @@ def random_calls(machine: WordsMachine | RowsMachine, seed: int, count: int, slo
         machine.call(random.choice((1, 2, 3, 5, 8, MOST_TOKENS)), random.randint(1, 3), slot=random.randrange(slots))
 
 
+def calls_of_one_name(seed: int, **options: Any) -> WordsMachine:
+    """Two long calls with the same name in one part, and short ones between them."""
+    names = 9
+    machine = words(2, 72, WHOLE, seed, names=names, resident=2, **options)
+    for number in range(2 * names + 1):
+        machine.call(MOST_TOKENS if number % (2 * names) == 0 else 1, 2)
+    return machine
+
+
 # --- every form of the operator --------------------------------------------------------------------------------------
 
 
@@ -95,15 +104,11 @@ def test_calls_in_words_follow_each_other(
         machine.run()
 
 
-@pytest.mark.parametrize("calls", [0, 2**32 - 9])
+@pytest.mark.parametrize("calls", [0, -9])
 def test_words_of_a_call_with_the_same_name_are_erased(calls: int) -> None:
-    """One rank comes late to the second long call, and the others find words of the first one or nothing."""
-    names = 9
+    """Also where the count of calls begins again from 0. A rank that comes late to the second long call is waited for."""
     for seed in range(4):
-        machine = words(2, 72, WHOLE, seed, names=names, calls=calls - 2**32 * (calls >= 2**31), slots=1, resident=2)
-        for number in range(2 * names + 1):
-            machine.call(MOST_TOKENS if number % (2 * names) == 0 else 1, 2)
-        machine.run()
+        calls_of_one_name(seed, calls=calls).run()
 
 
 @pytest.mark.full

@@ -23,7 +23,7 @@ from tw_compile.benchmark.papers.report import requests_of
 from tw_compile.benchmark.papers.timed import given, parse
 from tw_compile.benchmark.papers.tokenweave_kernels import BY_MODEL, BY_TUNE
 from tw_compile.cli.app import app
-from tw_compile.harness.requests import RankError, UsageError
+from tw_compile.harness.requests import INTERRUPTED, RankError, UsageError
 from tw_compile.planning.measured_halves import MeasuredHalves
 from tw_compile.tuning.halves_profile import write_halves
 
@@ -174,7 +174,7 @@ def test_ctrl_c_keeps_rows_and_begins_no_further_benchmark(
     monkeypatch: pytest.MonkeyPatch, bench: FakeBench, tmp_path: Path
 ) -> None:
     run = bench.run
-    monkeypatch.setattr(bench, "run", lambda *given: run(*given) | {"incomplete": module.INTERRUPTED})
+    monkeypatch.setattr(bench, "run", lambda *given: run(*given) | {"incomplete": INTERRUPTED})
     other = replace(REQUEST, spec=replace(SPEC, shards=4))
     with pytest.raises(KeyboardInterrupt):
         measure([REQUEST, other], 1, tmp_path, 5.0, KEY, print)

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, TypeVar
@@ -214,6 +214,13 @@ def gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+def none_with(option: str, others: Mapping[str, str | None]) -> None:
+    """Raise UsageError where one of ``others`` was given: values, by option, of options that say nothing beside ``option``."""
+    for other, value in others.items():
+        if value is not None:
+            raise UsageError(f"{other}: expected none with {option}, got {value!r}")
 
 
 def folder(option: str, text: str) -> Path:

@@ -11,8 +11,8 @@ import typer
 
 from tw_compile.cli import bench_common, common
 from tw_compile.cli.common import JsonOption, WireSitesOption
-from tw_compile.cli.tune_halves import HalvesTuning, check_halves_alone, tune_halves
-from tw_compile.cli.tune_wires import WireTuning, check_wires_alone, finish_wires, measure_checkpoint, wires_of
+from tw_compile.cli.tune_halves import HalvesTuning, tune_halves
+from tw_compile.cli.tune_wires import WireTuning, finish_wires, measure_checkpoint, wires_of
 from tw_compile.cli.wire_cost import TEXT_TOKENS
 from tw_compile.environment import PEER_ACCESS, peer_access
 from tw_compile.harness.requests import UsageError
@@ -130,7 +130,8 @@ def tune(
     if halves is not None:
         quickly = "--quick" if quick else None
         sites = None if wire_sites == "all" else wire_sites
-        check_halves_alone(
+        common.none_with(
+            "--halves",
             {
                 "--transport": transport,
                 "--wire": wire,
@@ -139,7 +140,7 @@ def tune(
                 "--text": text,
                 "--plot": plot_file,
                 "--quick": quickly,
-            }
+            },
         )
         raise typer.Exit(
             tune_halves(HalvesTuning(halves, device, tp, tokens, timeout, dry_run), _folder(out), json_file)
@@ -148,7 +149,9 @@ def tune(
         raise UsageError(f"--tokens: expected --halves with it, got {tokens!r} alone")
     wires = () if wire is None else wires_of(wire)
     if wires:
-        check_wires_alone({"--transport": transport, "--plot": plot_file, "--quick": "--quick" if quick else None})
+        common.none_with(
+            "--wire", {"--transport": transport, "--plot": plot_file, "--quick": "--quick" if quick else None}
+        )
     for option, value in (("--checkpoint", checkpoint), ("--text", text)):
         if value is not None and not wires:
             raise UsageError(f"{option}: expected --wire with it, got {value!r} alone")

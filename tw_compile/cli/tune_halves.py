@@ -11,11 +11,10 @@ from typing import Any
 from rich.console import Console
 
 from tw_compile.benchmark.layer.ffn_spec import FfnSpec
-from tw_compile.benchmark.papers.measure import INTERRUPTED
 from tw_compile.cli import bench_common, common
 from tw_compile.files import write_whole
 from tw_compile.harness.launch import Progress
-from tw_compile.harness.requests import RankError, UsageError
+from tw_compile.harness.requests import INTERRUPTED, RankError, UsageError
 from tw_compile.harness.table import plain_table
 from tw_compile.planning import DeviceProfile, load_profile
 from tw_compile.tuning.halves_spec import SHARDS, TOKENS, HalvesSpec, HalvesTrial, check_tokens, seconds, trials_of
@@ -36,13 +35,6 @@ class HalvesTuning:
     tokens: str | None
     timeout: float
     dry_run: bool
-
-
-def check_halves_alone(others: dict[str, str | None]) -> None:
-    """Raise UsageError where one of ``others`` was given: values, by option, of options that say nothing about halves."""
-    for option, value in others.items():
-        if value is not None:
-            raise UsageError(f"{option}: expected none with --halves, got {value!r}")
 
 
 def tune_halves(asked: HalvesTuning, folder: Path, json_file: str | None) -> int:

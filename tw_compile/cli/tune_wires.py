@@ -52,13 +52,6 @@ def wires_of(text: str) -> tuple[str, ...]:
     return names
 
 
-def check_wires_alone(others: dict[str, str | None]) -> None:
-    """Raise UsageError where one of ``others`` was given: values, by option, of options that say nothing about wires."""
-    for option, value in others.items():
-        if value is not None:
-            raise UsageError(f"{option}: expected none with --wire, got {value!r}")
-
-
 def measure_checkpoint(asked: WireTuning, folder: Path, json_file: str | None) -> int:
     """Measure what each wire costs the checkpoint, and keep the costs in a file of ``folder``. Returns the exit code.
 

@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TypeVar
 
 from tw_compile.child import Child, end, wait_for_end
 from tw_compile.config import whole_number
-from tw_compile.harness.requests import RankError, RanksSpec, UsageError
+from tw_compile.harness.requests import INTERRUPTED, RankError, RanksSpec, UsageError
 from tw_compile.leave import leave
 
 Progress = Callable[[str], None]
@@ -66,7 +66,7 @@ def spawn_ranks(spec: Spec, progress: Progress, entry: Entry[Spec]) -> dict[str,
         except KeyboardInterrupt:
             if ranks[0].so_far is None:
                 raise
-            raise RankError("interrupted", ranks[0].so_far) from None
+            raise RankError(INTERRUPTED, ranks[0].so_far) from None
 
 
 @contextlib.contextmanager

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+INTERRUPTED = "interrupted"
+"""The message of a :class:`RankError` for work that Ctrl-C or SIGTERM has ended, and what a report says of it."""
+
 
 class UsageError(ValueError):
     """The request itself is wrong: one line that names the argument, what was expected and what came."""

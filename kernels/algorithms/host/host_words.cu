@@ -85,10 +85,10 @@ struct Call {
 
   DEVICE Call(const HostWordsParams& p, uint32_t number, uint32_t thread)
       : p(p), number(number), thread(thread), name(number % NAMES + 1) {
-    for (int rank = 0; rank < WORLD_SIZE; ++rank)
-      parts[rank] = p.outboxes[rank] + (number & 1) * p.part_bytes + thread * 16;
+    for (int rank = 0; rank < WORLD_SIZE; ++rank) parts[rank] = part_of(rank) + thread * 16;
   }
 
+  DEVICE uint8_t* part_of(int rank) const { return p.outboxes[rank] + (number & 1) * p.part_bytes; }
   static DEVICE uint64_t offset(int row, int line) { return ((uint64_t)row * ROW_LINES + begin_of(line)) * 16; }
   DEVICE bool has(int line) const {
     return line < LINES_OF_ALL || (line < LINES && (THREADS_WITH_LAST == THREADS || (int)thread < THREADS_WITH_LAST));
@@ -100,7 +100,7 @@ struct Call {
   }
 
   DEVICE void send(int row, const Eight<X_TYPE> (&vectors)[VECTORS]) const {
-    uint8_t* const to = p.outboxes[p.rank] + (number & 1) * p.part_bytes + thread * 16;
+    uint8_t* const to = part_of(p.rank) + thread * 16;
     const uint64_t named = (uint64_t)name << 48;
 #pragma unroll
     for (int set = 0; set < SETS; ++set)
@@ -160,12 +160,11 @@ struct Call {
     if ((int)thread >= p.erased) return;
     const uint32_t lines = p.part_bytes / 16, shares = (lines + p.erased - 1) / p.erased;
     const uint32_t begin = (number >> 1) % shares * p.erased;
-    uint8_t* const outbox = p.outboxes[p.rank] + (number & 1) * p.part_bytes;
     const uint64_t nothing[2] = {0, 0};
 #pragma unroll 1
     for (uint32_t i = thread; i < (uint32_t)p.erased; i += THREADS)
       if (begin + i >= p.tokens * ROW_LINES && begin + i < lines)
-        store_pairs_relaxed_sys(outbox + (begin + i) * 16ull, nothing);
+        store_pairs_relaxed_sys(part_of(p.rank) + (begin + i) * 16ull, nothing);
   }
 };
 

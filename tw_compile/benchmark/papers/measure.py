@@ -16,7 +16,7 @@ from typing import Any
 from tw_compile.benchmark.papers.timed import Timed, parse
 from tw_compile.environment import peer_access
 from tw_compile.files import read_text, write_whole
-from tw_compile.harness.requests import RankError, UsageError
+from tw_compile.harness.requests import INTERRUPTED, RankError, UsageError
 
 BENCHES = {
     "bench kernel": ("tw_compile.benchmark.run", "tw_compile.benchmark.results"),
@@ -27,8 +27,6 @@ BENCHES = {
 LEAST_SECONDS = 30.0
 """Less time is not enough to start ranks and measure anything."""
 HERE = "measured here"
-INTERRUPTED = "interrupted"
-"""The value of ``incomplete`` in the report of a benchmark that Ctrl-C or SIGTERM has ended."""
 
 
 @dataclass(frozen=True)
