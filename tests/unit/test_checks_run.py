@@ -31,6 +31,9 @@ def test_only_chooses_by_a_part_of_the_name_and_what_is_on_request_by_its_begin(
     assert selected("million_launches_push") == [f"million_launches_push_{kind}" for kind in ours]
     assert len(selected("sanitizer_small")) == len(ALGORITHMS)
     assert all(name in CHECKS for name in selected("push_one_shot"))
+    both = selected("stream_in_slot_random,nccl_form_fp8,million_launches_stream_in")
+    assert both == ["stream_in_slot_random_skew", "nccl_form_fp8", "million_launches_stream_in_slot"]
+    assert not set(selected("nccl_form_fp8,")) - set(CHECKS), "an empty part asks for nothing on request"
 
 
 @pytest.mark.parametrize(

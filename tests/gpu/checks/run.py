@@ -1,6 +1,6 @@
 """Checks of the GPU transports on real GPUs: one process per rank, every check in the same processes.
 
-    python tests/gpu/checks --world-size 4 --json results.json [--only accuracy] [--timeout 360]
+    python tests/gpu/checks --world-size 4 --json results.json [--only accuracy,form] [--timeout 360]
 
 Each rank has a GPU of its own. With fewer GPUs they share them, for results alone: slowly, joined by gloo, without the checks
 that need NCCL, and with a hundredth of the calls where there are very many (``sharing``)::
@@ -213,8 +213,10 @@ ON_REQUEST: dict[str, Check] = {
 
 def selected(only: str, shared_gpus: bool = False) -> list[str]:
     """Names of the checks that ``--only`` asks for, but for those that can't be made where ranks share GPUs."""
-    by_default = [name for name in CHECKS if only in name and not (shared_gpus and name.startswith(NEED_NCCL))]
-    return by_default + [name for name in ON_REQUEST if only and name.startswith(only)]
+    parts = only.split(",")
+    here = [name for name in CHECKS if not (shared_gpus and name.startswith(NEED_NCCL))]
+    by_default = [name for name in here if any(part in name for part in parts)]
+    return by_default + [name for name in ON_REQUEST if any(part and name.startswith(part) for part in parts)]
 
 
 def join(rank: int, world_size: int, gpus: int, folder: str) -> Context:
@@ -304,7 +306,11 @@ def main() -> int:
         "--gpus", type=int, help="number of GPUs, which ranks share if it is lower (default: one a rank)"
     )
     parser.add_argument("--json", type=Path, help="where to write the results")
-    parser.add_argument("--only", default="", help="run the checks whose name contains this")
+    parser.add_argument(
+        "--only",
+        default="",
+        help="run the checks whose name has one of these parts in it (PART[,...])",
+    )
     parser.add_argument("--timeout", type=float, default=360, help="seconds until workers are killed")
     arguments = parser.parse_args()
     world_size = arguments.world_size
