@@ -353,6 +353,8 @@ DEVICE float least(float a, float b) { return fminf(a, b); }
 DEVICE float greatest(float a, float b) { return fmaxf(a, b); }
 // A product that is rounded before anything is added to it.
 DEVICE float multiply_rounded(float a, float b) { return __fmul_rn(a, b); }
+// A product that is rounded upwards.
+DEVICE float multiply_up(float a, float b) { return __fmul_ru(a, b); }
 // a * b + c, rounded once.
 DEVICE float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 // 1 / value, rounded to nearest, for bf16 values from 2^-126 to 2^126. That is one step of Newton's method from the machine's

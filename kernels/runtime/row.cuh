@@ -21,11 +21,13 @@ enum ResidualOut { NO_ROWS, OWN_ROWS, ALL_ROWS };
 // What normalise gives: results, or the float32 values that scales are computed from.
 using Normalised = Either<SCALE_COLUMNS != 0, fp32, HIDDEN_TYPE>::Type;
 
-// One thread's part of a row held by GROUP threads: vectors thread, thread + GROUP, ...
-template <int GROUP>
+// One thread's part of a row held by GROUP threads: vectors thread, thread + GROUP, ... of WIDTH columns.
+template <int GROUP, int WIDTH_ = 8>
 struct RowPart {
-  static constexpr int VECTORS = (ROW_VECTORS + GROUP - 1) / GROUP;
-  static constexpr bool EXACT = ROW_VECTORS % GROUP == 0;
+  static constexpr int WIDTH = WIDTH_, EIGHTS = WIDTH / 8;
+  static constexpr int OF_ROW = HIDDEN / WIDTH;
+  static constexpr int VECTORS = (OF_ROW + GROUP - 1) / GROUP;
+  static constexpr bool EXACT = OF_ROW % GROUP == 0;
 
   // Calls body(index of the vector in this part, first column).
   template <typename Body>
@@ -33,7 +35,7 @@ struct RowPart {
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
       const uint32_t vector = v * GROUP + thread;
-      if (EXACT || vector < ROW_VECTORS) body(v, vector * 8);
+      if (EXACT || vector < OF_ROW) body(v, vector * WIDTH);
     }
   }
 
@@ -44,8 +46,8 @@ struct RowPart {
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
       const uint32_t vector = v * GROUP + thread;
-      const bool in_row = EXACT || vector < ROW_VECTORS;
-      if (TOGETHER || in_row) body(v, vector * 8, in_row);
+      const bool in_row = EXACT || vector < OF_ROW;
+      if (TOGETHER || in_row) body(v, vector * WIDTH, in_row);
     }
   }
 };

@@ -20,25 +20,32 @@ struct Exact {
   static constexpr int STAGED_BYTES = sizeof(Eight<T>);  // bytes of eight columns in shared memory
   using Element = T;
   using Piece = Eight<T>;  // a thread's part of the row: eight columns
+  template <int WIDTH>
+  using PieceOf = Piece;
 
   static DEVICE T* at(T* row, uint32_t column) { return row + column; }
   static DEVICE const T* at(const T* row, uint32_t column) { return row + column; }
-  static DEVICE const Piece& encoded(const Eight<T>& eight) { return eight; }
   template <int COUNT>
   static DEVICE void encode(Piece (&pieces)[COUNT], const Eight<T> (&eights)[COUNT]) {
     for (int v = 0; v < COUNT; ++v) pieces[v] = eights[v];
   }
+  template <int COUNT>
+  static DEVICE void encode_and_receive(Piece (&pieces)[COUNT], Eight<T> (&eights)[COUNT]) {
+    encode(pieces, eights);
+  }
+  static DEVICE Piece encoded_and_received(Eight<T>& eight) { return eight; }
+  static DEVICE const Piece& encoded(const Eight<T>& eight) { return eight; }
 };
 
-// Eight columns in codes, and the word of their group.
-template <int BITS>
+// WIDTH columns of one group in codes, and the word of the group.
+template <int BITS, int WIDTH = 8>
 struct InCodes {
   static constexpr int COUNT = 32 / BITS;  // codes of a word
   static constexpr uint32_t MASK = (1u << BITS) - 1;
   static constexpr uint32_t ONES = BITS == 8 ? 0x01010101u : 0x11111111u;  // the lowest bit of each code
   static constexpr uint32_t HIGHEST = ONES << (BITS - 1);
 
-  uint32_t codes[8 / COUNT];
+  uint32_t codes[WIDTH / COUNT];
   uint32_t word[1];
 };
 template <int BITS>
@@ -47,13 +54,14 @@ DEVICE bool arrived(const InCodes<BITS>& piece) {
   for (uint32_t word : piece.codes) all = all && word != NOT_ARRIVED;
   return all;
 }
-// No value is -0.0: the offset never is, and a sum is -0.0 only if both of its parts are.
-template <int BITS>
-DEVICE void decode(float (&values)[8], const InCodes<BITS>& piece) {
-  using In = InCodes<BITS>;
+// The eight columns of `piece` from column 8 * part on. No value is -0.0: the offset never is, and a sum is -0.0 only if both of
+// its parts are.
+template <int BITS, int WIDTH>
+DEVICE void decode(float (&values)[8], const InCodes<BITS, WIDTH>& piece, int part = 0) {
+  using In = InCodes<BITS, WIDTH>;
   const float scale = as_float(piece.word[0] & 0xffff0000u), offset = as_float(piece.word[0] << 16);
   for (int i = 0; i < 8; ++i) {
-    const uint32_t word = piece.codes[i / In::COUNT] ^ In::HIGHEST;  // of codes q + 1
+    const uint32_t word = piece.codes[(part * 8 + i) / In::COUNT] ^ In::HIGHEST;  // of codes q + 1
     const int place = i % In::COUNT;
     // The bits of 2^23 + q + 1.
     const uint32_t above = BITS == 8 ? bytes_of(word, 0x4b000000u, 0x7440u | place)
@@ -64,13 +72,13 @@ DEVICE void decode(float (&values)[8], const InCodes<BITS>& piece) {
 
 // What a rank keeps of a row that has travelled.
 template <typename T>
-DEVICE const Eight<T>& received(const Eight<T>& piece) {
+DEVICE const Eight<T>& received(const Eight<T>& piece, int = 0) {
   return piece;
 }
-template <typename T, int BITS>
-DEVICE Eight<T> received(const InCodes<BITS>& piece) {
+template <typename T, int BITS, int WIDTH>
+DEVICE Eight<T> received(const InCodes<BITS, WIDTH>& piece, int part = 0) {
   float values[8];
-  decode(values, piece);
+  decode(values, piece, part);
   Eight<T> eight;
   pack(eight, values);
   return eight;
@@ -114,18 +122,17 @@ struct Extremes {
   float low, high;
 };
 
-// The smallest and the largest values of COUNT groups, whose columns are in LANES neighbouring lanes. Either is NaN or infinite if
-// the group has such a value. A smallest value of -0.0 may be returned as 0.0 or -0.0. Groups take turns in each exchange between
-// lanes, so that a warp does not wait for each of them.
-template <int LANES, int COUNT>
-DEVICE void extremes(Extremes (&found)[COUNT], const Eight<fp32> (&eights)[COUNT]) {
+// The smallest and the largest values of COUNT groups, whose columns are in LANES neighbouring lanes, EACH eights of them in
+// every lane. Either is NaN or infinite if the group has such a value. A smallest value of -0.0 may be returned as 0.0 or -0.0.
+// Groups take turns in each exchange between lanes, so that a warp does not wait for each of them.
+template <int LANES, int EACH, int COUNT, int ALL>
+DEVICE void extremes(Extremes (&found)[COUNT], const Eight<fp32> (&eights)[ALL]) {
   const float infinite = as_float(0x7f800000u);
   for (int v = 0; v < COUNT; ++v) {
-    float x[8];
-    unpack(eights[v], x);
-    float low = x[0], high = x[0];
+    float low = as_float(eights[v * EACH].words[0]), high = low;
     bool has_nan = false;
-    for (float value : x) {
+    for (int i = 0; i < EACH * 8; ++i) {
+      const float value = as_float(eights[v * EACH + i / 8].words[i % 8]);
       low = least(low, value);
       high = greatest(high, value);
       has_nan = has_nan || value != value;
@@ -141,17 +148,17 @@ DEVICE void extremes(Extremes (&found)[COUNT], const Eight<fp32> (&eights)[COUNT
     }
 }
 // Pairs are compared as pairs. Then -low and high are one pair, so that lanes exchange one word.
-template <int LANES, int COUNT, typename T>
-DEVICE void extremes(Extremes (&found)[COUNT], const Eight<T> (&eights)[COUNT]) {
+template <int LANES, int EACH, int COUNT, int ALL, typename T>
+DEVICE void extremes(Extremes (&found)[COUNT], const Eight<T> (&eights)[ALL]) {
   const auto larger = [](uint32_t a, uint32_t b) { return same<T, bf16> ? greatest_bf16(a, b) : greatest_fp16(a, b); };
   const auto smaller = [](uint32_t a, uint32_t b) { return same<T, bf16> ? least_bf16(a, b) : least_fp16(a, b); };
   uint32_t both[COUNT];
   for (int v = 0; v < COUNT; ++v) {
-    const uint32_t (&words)[4] = eights[v].words;
-    uint32_t low = words[0], high = low;
-    for (int i = 1; i < 4; ++i) {
-      low = smaller(low, words[i]);
-      high = larger(high, words[i]);
+    uint32_t low = eights[v * EACH].words[0], high = low;
+    for (int i = 1; i < EACH * 4; ++i) {
+      const uint32_t word = eights[v * EACH + i / 4].words[i % 4];
+      low = smaller(low, word);
+      high = larger(high, word);
     }
     low ^= 0x80008000u;
     both[v] = larger(bytes_of(low, high, 0x5410u), bytes_of(low, high, 0x7632u));
@@ -160,20 +167,11 @@ DEVICE void extremes(Extremes (&found)[COUNT], const Eight<T> (&eights)[COUNT]) 
   for (int mask = LANES / 2; mask > 0; mask /= 2)
     for (uint32_t& of : both) of = larger(of, shuffle_xor(of, mask));
   for (int v = 0; v < COUNT; ++v) {
-    Eight<T> pair{{both[v] ^ 0x8000u}};
+    Eight<T> pair{{both[v]}};
     float values[8];
     unpack(pair, values);
-    found[v] = {values[0], values[1]};
+    found[v] = {-values[0], values[1]};
   }
-}
-
-// value / DIVISOR, rounded to nearest, if that is at least 2^-126: P. Markstein, Computation of elementary functions on the IBM
-// RISC System/6000 processor, 1990. A division has code for all other values, too.
-template <int DIVISOR>
-DEVICE float divided(float value) {
-  constexpr float inverse = 1.0f / DIVISOR;
-  const float near = multiply_rounded(value, inverse);
-  return multiply_add(multiply_add(-(float)DIVISOR, near, value), inverse, near);
 }
 
 // Codes of BITS bits with a scale and an offset for each COLUMNS columns.
@@ -190,12 +188,90 @@ struct Codes {
   static constexpr int STAGED_BYTES = 2 * BITS;  // at least the bytes of the codes and of the group's word
   using Element = uint8_t;
   using Piece = InCodes<BITS>;
-  // All lanes of a warp call this. Lanes beyond the row may have any values, because they form whole groups of their own.
-  template <int COUNT, typename T>
-  static DEVICE void encode(Piece (&pieces)[COUNT], const Eight<T> (&eights)[COUNT]) {
+  template <int WIDTH>
+  using PieceOf = InCodes<BITS, WIDTH>;
+
+  // How the values of a group become codes.
+  struct Scaling {
+    float offset, inverse;  // 1 / scale
+    uint32_t lost;          // all bits, if the group has no codes, or none
+    uint32_t word;
+
+    // VALUES: what the group's values are.
+    template <typename VALUES>
+    static DEVICE Scaling of(VALUES, Extremes found) {
+      // The offset is rounded down, which is away from zero if it is negative. Adding 0.0f makes a negative zero positive.
+      const uint32_t low_bits = as_bits(found.low + 0.0f);
+      const uint32_t offset_bits =
+          same<VALUES, bf16> ? low_bits : ((low_bits >> 31) * 0xffffu + low_bits) & 0xffff0000u;
+      const float offset = as_float(offset_bits), width = found.high - offset;
+      const bool lost = !(width < as_float(0x7f800000u));
+      // The scale is rounded upwards, away from zero. It is the smallest bf16 number that is no less than the quotient, be the
+      // quotient rounded or not: a width beyond LEVELS * scale is so by more than half a unit in the last place of the scale.
+      // So a product will do, if it is not more than scale for LEVELS * scale, and more than scale for larger widths.
+      const uint32_t up = as_bits(multiply_up(width, INVERSE_LEVELS)) + 0xffffu;
+      const uint32_t scale_bits = (uint32_t)larger((int32_t)up, 0x00800000) & 0xffff0000u;
+      const uint32_t word = lost ? 0x7fc00000u : bytes_of(offset_bits, scale_bits, 0x7632u);
+      return {offset, reciprocal_of_bf16(as_float(scale_bits)), lost ? ~0u : 0u, word};
+    }
+  };
+  // 1 / LEVELS, rounded down.
+  static constexpr float INVERSE_LEVELS = BITS == 8 ? 0.00393700786f : 0.0714285671f;
+
+  // ABOVE - q for eight columns, with ABOVE in the last bits of FROM. Every step rounds monotonically, so a quotient is at least
+  // 0 and less than LEVELS + 1/2: no clamp is needed. FROM - quotient is rounded to the nearest integer, ties to even, as FROM
+  // is even. Stored codes are q - LEVELS / 2: those are the flipped bits of LEVELS / 2 - 1 - q.
+  static constexpr int ABOVE = BITS == 8 ? 126 : 14;  // no code of 4 bits may borrow from the next one
+  static constexpr float FROM = 12582912.0f + ABOVE;
+  template <typename T>
+  static DEVICE void quantise(float (&q)[8], const Eight<T>& eight, const Scaling& scaling) {
+    unpack(eight, q);
+    for (float& x : q) x = FROM - multiply_rounded(x - scaling.offset, scaling.inverse);
+  }
+  // The words of eight columns.
+  static DEVICE void join(uint32_t* codes, const float (&q)[8], const Scaling& scaling) {
+    constexpr uint32_t FLIPPED = BITS == 8 ? ~0u : 0x77777777u, ZEROS = Piece::ONES ^ Piece::HIGHEST;  // codes of q = 0
+    uint32_t bytes[BITS];  // the last byte counts
+    for (int i = 0; i < BITS; ++i) bytes[i] = BITS == 8 ? as_bits(q[i]) : as_bits(q[2 * i]) + (as_bits(q[2 * i + 1]) << 4);
+    for (int i = 0; i < BITS / 4; ++i) {
+      const uint32_t* const four = bytes + 4 * i;
+      const uint32_t word = bytes_of(bytes_of(four[0], four[1], 0x0040u), bytes_of(four[2], four[3], 0x0040u), 0x5410u);
+      codes[i] = (scaling.lost & ZEROS) | (~scaling.lost & (word ^ FLIPPED));
+    }
+  }
+
+  // Encodes the vectors of COUNT groups. Each lane has WIDTH neighbouring columns of a group. All lanes of a warp call this.
+  // Lanes beyond the row may have any values, because they form whole groups of their own.
+  template <int WIDTH, int COUNT, int ALL, typename T>
+  static DEVICE void encode(InCodes<BITS, WIDTH> (&pieces)[COUNT], const Eight<T> (&eights)[ALL]) {
+    static_assert(COUNT * WIDTH == ALL * 8, "pieces of all vectors");
     Extremes found[COUNT];
-    extremes<LANES>(found, eights);
-    for (int v = 0; v < COUNT; ++v) pieces[v] = encoded(eights[v], found[v]);
+    extremes<COLUMNS / WIDTH, WIDTH / 8>(found, eights);
+    for (int v = 0; v < COUNT; ++v) {
+      const Scaling scaling = Scaling::of(T{}, found[v]);
+      for (int i = 0; i < WIDTH / 8; ++i) {
+        float q[8];
+        quantise(q, eights[v * WIDTH / 8 + i], scaling);
+        join(pieces[v].codes + i * BITS / 4, q, scaling);
+      }
+      pieces[v].word[0] = scaling.word;
+    }
+  }
+  // The same for eight columns in a lane; then `eights` has what the receivers decode.
+  template <int COUNT, typename T>
+  static DEVICE void encode_and_receive(Piece (&pieces)[COUNT], Eight<T> (&eights)[COUNT]) {
+    Extremes found[COUNT];
+    extremes<LANES, 1>(found, eights);
+    for (int v = 0; v < COUNT; ++v) {
+      const Scaling scaling = Scaling::of(T{}, found[v]);
+      float q[8];
+      quantise(q, eights[v], scaling);
+      join(pieces[v].codes, q, scaling);
+      pieces[v].word[0] = scaling.word;
+      const float scale = as_float(scaling.word & 0xffff0000u), offset = as_float(scaling.word << 16);
+      for (float& x : q) x = multiply_add(FROM - x, scale, offset);
+      pack(eights[v], q);
+    }
   }
   template <typename T>
   static DEVICE Piece encoded(const Eight<T>& eight) {
@@ -205,33 +281,12 @@ struct Codes {
     return pieces[0];
   }
   template <typename T>
-  static DEVICE Piece encoded(const Eight<T>& eight, Extremes of) {
-    const float low = of.low, high = of.high;
-    // The offset is rounded down, which is away from zero if it is negative. Adding 0.0f makes a negative zero positive.
-    const uint32_t low_bits = as_bits(low + 0.0f);
-    const uint32_t offset_bits = ((low_bits >> 31) * 0xffffu + low_bits) & 0xffff0000u;
-    const float offset = as_float(offset_bits), width = high - offset;
-    const bool lost = !(width < as_float(0x7f800000u));
-    // The scale is rounded upwards, away from zero.
-    const uint32_t scale_bits = (as_bits(divided<LEVELS>(width)) + 0xffffu) & 0xffff0000u;
-    const float scale = greatest(as_float(scale_bits), as_float(0x00800000u)), inverse = reciprocal_of_bf16(scale);
-    // Every step rounds monotonically, so a quotient is at least 0 and less than LEVELS + 1/2: no clamp is needed. Adding
-    // `integers` to a quotient rounds it to the nearest integer, ties to even. The last bits of the sum are this integer.
-    const float integers = 12582912.0f;
-    float x[8];
-    unpack(eight, x);
-    uint32_t q[8], bytes[BITS];  // the last byte counts
-    for (int i = 0; i < 8; ++i) q[i] = as_bits(multiply_rounded(x[i] - offset, inverse) + integers);
-    for (int i = 0; i < BITS; ++i) bytes[i] = BITS == 8 ? q[i] : q[2 * i] + (q[2 * i + 1] << 4);
-    Piece piece;
-    for (int i = 0; i < BITS / 4; ++i) {
-      const uint32_t *const four = bytes + 4 * i;
-      const uint32_t word = bytes_of(bytes_of(four[0], four[1], 0x0040u), bytes_of(four[2], four[3], 0x0040u), 0x5410u);
-      // q - LEVELS / 2 is q + 1 with the highest bit flipped. q + 1 has no carry.
-      piece.codes[i] = ((lost ? 0 : word) + Piece::ONES) ^ Piece::HIGHEST;
-    }
-    piece.word[0] = lost ? 0x7fc00000u : as_bits(scale) | offset_bits >> 16;
-    return piece;
+  static DEVICE Piece encoded_and_received(Eight<T>& eight) {
+    Eight<T> eights[1] = {eight};
+    Piece pieces[1];
+    encode_and_receive(pieces, eights);
+    eight = eights[0];
+    return pieces[0];
   }
 
   static DEVICE InRow<Codes> at(const uint8_t* row, uint32_t column) {
@@ -241,8 +296,8 @@ struct Codes {
 };
 
 // The loads and stores that elements.cuh has for rows as they are, here for rows in codes.
-template <typename Row>
-DEVICE void load_strong(typename Row::Piece& piece, InRow<Row> place) {
+template <typename Row, int BITS, int WIDTH>
+DEVICE void load_strong(InCodes<BITS, WIDTH>& piece, InRow<Row> place) {
   load_relaxed_sys(piece.codes, place.codes);
   load_relaxed_sys(piece.word, place.word);
 }
@@ -251,8 +306,8 @@ DEVICE void store_strong(InRow<Row> place, const typename Row::Piece& piece) {
   store_relaxed_sys(place.codes, piece.codes);
   if (place.first_of_group) store_relaxed_sys(place.word, piece.word);
 }
-template <typename Row>
-DEVICE void store(InRow<Row> place, const typename Row::Piece& piece) {
+template <typename Row, int BITS, int WIDTH>
+DEVICE void store(InRow<Row> place, const InCodes<BITS, WIDTH>& piece) {
   store_global(place.codes, piece.codes);
   if (place.first_of_group) store_global(place.word, piece.word);
 }

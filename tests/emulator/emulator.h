@@ -182,6 +182,11 @@ DEVICE uint32_t bytes_of(uint32_t a, uint32_t b, uint32_t which) {
 DEVICE float least(float a, float b) { return __builtin_fminf(a, b); }
 DEVICE float greatest(float a, float b) { return __builtin_fmaxf(a, b); }
 DEVICE float multiply_rounded(float a, float b) { return a * b; }
+// A product of two floats is exact in double.
+DEVICE float multiply_up(float a, float b) {
+  const float near = a * b;
+  return (double)near < (double)a * (double)b ? __builtin_nextafterf(near, __builtin_inff()) : near;
+}
 DEVICE float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 DEVICE float reciprocal_of_bf16(float value) { return 1.0f / value; }
 DEVICE float reciprocal_sqrt(float value) { return 1.0f / __builtin_sqrtf(value); }

@@ -84,6 +84,11 @@ static_assert(ONE_SHOT ? BEHIND == 0 : BEHIND > DEPTH && RESULT_RING > BEHIND, "
 
 using Row = RowPart<THREADS>;
 inline constexpr int VECTORS = Row::VECTORS;
+// Where no row is added up, a thread may have twice as many neighbouring columns in codes. Then a group is in half as many lanes,
+// so it takes fewer instructions.
+constexpr int width(bool coded) { return coded && VECTORS % 2 == 0 ? 16 : 8; }
+using Sent = RowPart<THREADS, width(SumRow::CODED)>;
+using Taken = RowPart<THREADS, width(ResultRow::CODED && SCALE_COLUMNS == 0)>;
 inline constexpr int WARPS = THREADS / 32;  // of a row
 inline constexpr int WORKERS = GROUPS * THREADS;
 inline constexpr int BLOCK = WORKERS + 64;
@@ -225,15 +230,13 @@ struct Worker {
       if (local >= (ONE_SHOT ? p.tokens : cta.rows_of(owner))) continue;
       const X_TYPE* const from = p.x + (uint64_t)(ONE_SHOT ? local : owner * cta.per_rank + local) * HIDDEN;
       SumRow::Element* const to = sent_row(p.rank, step, turn);
-      Loaded<THREADS, X_TYPE> own;
-      own.fetch(from, thread);
-      if constexpr (SumRow::CODED) {
-        SumRow::Piece pieces[VECTORS];
-        SumRow::encode(pieces, own.vectors);
-        Row::each(thread, [&](int v, uint32_t column) { store(SumRow::at(to, column), pieces[v]); });
-      } else {
-        Row::each(thread, [&](int v, uint32_t column) { store((X_TYPE*)to + column, own.vectors[v]); });
-      }
+      Eight<X_TYPE> own[VECTORS];
+      Sent::each(thread, [&](int v, uint32_t column) {
+        for (int i = 0; i < Sent::EIGHTS; ++i) load(own[v * Sent::EIGHTS + i], from + column + i * 8);
+      });
+      SumRow::PieceOf<Sent::WIDTH> pieces[Sent::VECTORS];
+      SumRow::encode(pieces, own);
+      Sent::each(thread, [&](int v, uint32_t column) { store(SumRow::at(to, column), pieces[v]); });
     }
   }
 
@@ -242,32 +245,34 @@ struct Worker {
     return sent_row(peer_after(p.rank, step), ONE_SHOT ? 0 : PEERS - 1 - step, turn);
   }
 
-  // Where this thread's bytes of a vector lie in the stage of turn number `turn`, behind `before` bytes of each thread's
-  // vectors.
+  // Where the threads' bytes of a vector lie in the stage of turn number `turn`, behind `before` bytes of each thread's vectors.
   DEVICE uint8_t* staged(int turn, int step, int v, int before, int bytes) const {
     uint8_t* const stage = cta.stages + turn % (DEPTH > 0 ? DEPTH : 1) * STAGE_BYTES + PEERS * VECTORS * WORKERS * before;
-    return stage + ((step * VECTORS + v) * WORKERS * bytes + worker * smaller(bytes, 16));
+    return stage + (step * VECTORS + v) * WORKERS * bytes;
   }
-  template <typename T>
+  template <int WIDTH = 8, typename T>
   DEVICE void ask_vector(const T* from, uint8_t* to) const {
     constexpr int BYTES = sizeof(Eight<T>), PIECE = smaller(BYTES, 16);
     for (int piece = 0; piece < BYTES / PIECE; ++piece)
-      copy_to_shared<PIECE>(to + piece * WORKERS * PIECE, (const uint8_t*)from + piece * PIECE);
+      copy_to_shared<PIECE>(to + (piece * WORKERS + worker) * PIECE, (const uint8_t*)from + piece * PIECE);
   }
   template <typename T>
   DEVICE void get_vector(Eight<T>& eight, const uint8_t* from) const {
-    for_pieces(eight, [&](auto& words, int offset) { load_shared(words, from + offset / 16 * WORKERS * 16); });
+    constexpr int PIECE = smaller(sizeof eight, 16);
+    for_pieces(eight, [&](auto& words, int offset) { load_shared(words, from + offset * WORKERS + worker * PIECE); });
   }
 
-  template <typename Travelling>
+  // All threads' codes, then the words of their groups. The stage of a wide piece is that of two vectors.
+  template <int WIDTH = 8, typename Travelling>
   DEVICE void ask_vector(InRow<Travelling> from, uint8_t* to) const {
-    copy_to_shared<Travelling::BITS>(to, from.codes);
-    copy_to_shared<4>(to + Travelling::BITS, from.word);
+    constexpr int BYTES = Travelling::BITS * WIDTH / 8;
+    copy_to_shared<BYTES>(to + worker * BYTES, from.codes);
+    copy_to_shared<4>(to + WORKERS * BYTES + worker * 4, from.word);
   }
-  template <int BITS>
-  DEVICE void get_vector(InCodes<BITS>& piece, const uint8_t* from) const {
-    load_shared(piece.codes, from);
-    load_shared(piece.word, from + BITS);
+  template <int BITS, int WIDTH>
+  DEVICE void get_vector(InCodes<BITS, WIDTH>& piece, const uint8_t* from) const {
+    load_shared(piece.codes, from + worker * sizeof piece.codes);
+    load_shared(piece.word, from + WORKERS * sizeof piece.codes + worker * 4);
   }
 
   // Asks for the peers' partial sums of a turn, and for their results of the earlier turn that is taken together with it.
@@ -286,15 +291,15 @@ struct Worker {
         if (taken >= 0 && taken < cta.turns) {
           cta.await(COMPUTED, taken + 1, known[COMPUTED]);
           each_owner(taken, [&](int step, const uint8_t* from, uint64_t) {
-            Row::each(thread, [&](int v, uint32_t column) {
-              if constexpr (ResultRow::CODED)
-                ask_vector(ResultRow::at((const ResultRow::Element*)from, column), staged(turn, step, v, SUM_BYTES, RESULT_BYTES));
-              else
-                ask_vector((const HIDDEN_TYPE*)from + column, staged(turn, step, v, SUM_BYTES, RESULT_BYTES));
-              if constexpr (RESIDUAL_OUT == ALL_ROWS)
+            Taken::each(thread, [&](int v, uint32_t column) {
+              uint8_t* const to = staged(turn, step, v * Taken::EIGHTS, SUM_BYTES, RESULT_BYTES);
+              ask_vector<Taken::WIDTH>(ResultRow::at((const ResultRow::Element*)from, column), to);
+            });
+            if constexpr (RESIDUAL_OUT == ALL_ROWS)
+              Row::each(thread, [&](int v, uint32_t column) {
                 ask_vector((const RESIDUAL_OUT_TYPE*)(from + HIDDEN_ROW) + column,
                            staged(turn, step, v, SUM_BYTES + RESULT_BYTES, KEPT_BYTES));
-            });
+              });
           });
         }
       }
@@ -349,40 +354,34 @@ struct Worker {
     }
   }
 
-  template <typename Travelling>
-  DEVICE void load_result(typename Travelling::Piece& result, const uint8_t* from, uint32_t column) const {
-    if constexpr (Travelling::CODED)
-      load_strong(result, Travelling::at(from, column));
-    else
-      load_strong(result, (const typename Travelling::Element*)from + column);
-  }
-
   // Takes the rows that the peers computed in an earlier turn; `turn` is the turn of the partial sums that came with these
   // rows.
   DEVICE void take(int turn) {
     const int taken = turn - BEHIND;
     if constexpr (DEPTH == 0) cta.await(COMPUTED, taken + 1, known[COMPUTED]);
     each_owner(taken, [&](int step, const uint8_t* from, uint64_t element) {
-      Row::each(thread, [&](int v, uint32_t column) {
-        ResultRow::Piece result;
+      Taken::each(thread, [&](int v, uint32_t column) {
+        ResultRow::PieceOf<Taken::WIDTH> result;
         if constexpr (DEPTH > 0)
-          get_vector(result, staged(turn, step, v, SUM_BYTES, RESULT_BYTES));
+          get_vector(result, staged(turn, step, v * Taken::EIGHTS, SUM_BYTES, RESULT_BYTES));
         else
-          load_result<ResultRow>(result, from, column);
+          load_strong(result, ResultRow::at((const ResultRow::Element*)from, column));
 #if SCALE_COLUMNS
         store_result(p.hidden, p.tokens, element / HIDDEN, column, result);
 #else
-        store(p.hidden + element + column, received<HIDDEN_TYPE>(result));
+        for (int i = 0; i < Taken::EIGHTS; ++i)
+          store(p.hidden + element + column + i * 8, received<HIDDEN_TYPE>(result, i));
 #endif
-        if constexpr (RESIDUAL_OUT == ALL_ROWS) {
+      });
+      if constexpr (RESIDUAL_OUT == ALL_ROWS)
+        Row::each(thread, [&](int v, uint32_t column) {
           Eight<RESIDUAL_OUT_TYPE> kept;
           if constexpr (DEPTH > 0)
             get_vector(kept, staged(turn, step, v, SUM_BYTES + RESULT_BYTES, KEPT_BYTES));
           else
             load_strong(kept, (const RESIDUAL_OUT_TYPE*)(from + HIDDEN_ROW) + column);
           store(p.residual_out + element + column, kept);
-        }
-      });
+        });
     });
   }
 
@@ -455,11 +454,10 @@ struct Worker {
           normalise(results[v], h[v], factor, weight.vectors[v], loaded(p.norm_bias + column), p.weight_offset, inverse_scale);
         });
         ResultRow::Piece pieces[VECTORS];
-        ResultRow::encode(pieces, results);
+        ResultRow::encode_and_receive(pieces, results);
         Row::each(thread, [&](int v, uint32_t column) {
-          store(p.hidden + row * HIDDEN + column, received<HIDDEN_TYPE>(pieces[v]));
-          if constexpr (!ONE_SHOT && ResultRow::CODED) store(ResultRow::at((ResultRow::Element*)to, column), pieces[v]);
-          if constexpr (!ONE_SHOT && !ResultRow::CODED) store((HIDDEN_TYPE*)to + column, results[v]);
+          store(p.hidden + row * HIDDEN + column, results[v]);
+          if constexpr (!ONE_SHOT) store(ResultRow::at((ResultRow::Element*)to, column), pieces[v]);
         });
 #endif
       }

@@ -419,10 +419,14 @@ KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
         Eight<HIDDEN_TYPE> result;
         normalise(result, h[v], factor, weight.vectors[v], norm_bias.vectors[v], p.weight_offset, inverse_scale);
         if constexpr (!ResultRow::CODED) drop_negative_zeros(result);
-        const auto& piece = ResultRow::encoded(result);
+        const auto& piece = ResultRow::encoded_and_received(result);
 #endif
         if (!in_row) return;
+#if SCALE_COLUMNS
         keep(row, column, piece);
+#else
+        store(p.hidden + row * HIDDEN + column, result);
+#endif
         if constexpr (PUBLISHES)
           for (int step = 0; step < PEERS; ++step) call.push(normalised, step, local - p.begin, column, piece);
       });
