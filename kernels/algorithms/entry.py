@@ -40,6 +40,7 @@ class AlgorithmEntry:
         transport: The transport whose memory it works on.
         sms: The SMs that the algorithm gets if no table says otherwise. None: it chooses by itself, whatever a table says.
         most_sms: The most SMs that it can use; 0 if that is not known before it is made.
+        wire_sms: The SMs that it gets for rows in codes, if that is another number.
         beside: For calls beside other work algorithms are tried in ascending order of this number. None: it is not tried.
         two_beside_bytes: If there are two ranks, it is tried before those with ``beside`` up to this message size, and at all
             sizes if both want all rows of the new residual. 0: it is not.
@@ -65,6 +66,7 @@ class AlgorithmEntry:
     transport: str = "p2p"
     sms: int | None = None
     most_sms: int = 0
+    wire_sms: int | None = None
     beside: int | None = None
     two_beside_bytes: int = 0
     instead: str | None = None

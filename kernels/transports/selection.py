@@ -95,7 +95,7 @@ class Chooser(ABC):
     """Chooses the kernel of a request. The choice depends only on what all ranks share."""
 
     def __init__(self, transport: str) -> None:
-        self._with_wires = tuple(entry.make() for entry in with_wires(transport))
+        self._with_wires = tuple(entry.make(entry.wire_sms) for entry in with_wires(transport))
         self._with_scales = tuple(entry.make() for entry in with_scales(transport))
 
     def settled(self, request: Request, state: GroupState) -> Request:
@@ -271,7 +271,7 @@ def default_steps(transport: str, world_size: int) -> tuple[Step, ...]:
     return (
         Step(world_size, _WORDS_BYTES if two else _WORDS_BYTES_OF_PEERS // (world_size - 1), "host_words", 32),
         *one_shot,
-        Step(world_size, UNLIMITED, "host_two_shot", 16),
+        Step(world_size, UNLIMITED, "host_two_shot", 8),
     )
 
 

@@ -87,7 +87,9 @@ def all_kinds_of_rows(dtype: torch.dtype, hidden_size: int) -> torch.Tensor:
 def edges_of_scales(hidden_size: int) -> torch.Tensor:
     """Groups as wide as all levels of a scale, and the next float wider or narrower, for every bf16 mantissa."""
     scales = torch.arange(0x3F80, 0x4000, dtype=torch.int32).to(torch.int16).view(BF16).float()
-    widths = torch.cat([scales * (codes.levels * 2.0**exponent) for codes in (INT8, INT4) for exponent in (0, -60, 100)])
+    widths = torch.cat(
+        [scales * (codes.levels * 2.0**exponent) for codes in (INT8, INT4) for exponent in (0, -60, 100)]
+    )
     high = torch.cat([widths, *(torch.nextafter(widths, torch.tensor(to)) for to in (torch.inf, 0.0))])
     each = hidden_size // INT8.group
     groups = torch.zeros(-(-len(high) // each) * each, INT8.group)
@@ -282,7 +284,13 @@ BROKEN: dict[str, tuple[Callable[[Path, int], None], Path, str, str, str]] = {
     ),
     "codes in another order": (run_codes, CODES, "wire.cuh", "0x0040u), 0x5410u)", "0x0040u), 0x1054u)"),
     "every other column is left out": (run_codes, CODES, "wire.cuh", "high, 0x7632u)", "high, 0x5410u)"),
-    "a scale from a product that is rounded to nearest": (run_codes, CODES, "wire.cuh", "multiply_up", "multiply_rounded"),
+    "a scale from a product that is rounded to nearest": (
+        run_codes,
+        CODES,
+        "wire.cuh",
+        "multiply_up",
+        "multiply_rounded",
+    ),
     "a scale from a product that is too large": (run_codes, CODES, "wire.cuh", "0.00393700786f", "0.00393700814f"),
     "codes of groups without codes": (
         run_codes,

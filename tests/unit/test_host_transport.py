@@ -63,13 +63,13 @@ def test_rows_of_half_vectors_are_refused_by_name() -> None:
         (2, 2**20, 0, "host_words", 32),
         (2, 2**20 + 8192, 0, "host_one_shot", 8),
         (2, 2**23, 0, "host_one_shot", 8),
-        (2, 2**24, 0, "host_two_shot", 16),
+        (2, 2**24, 0, "host_two_shot", 8),
         (2, 2**14, 8, "host_one_shot", 8),
         (2, 2**23, 8, "host_one_shot", 8),
         (2, 2**23 + 8192, 8, "host_two_shot", 16),
         (4, 2**14, 8, "host_two_shot", 16),
         (4, 2**18, 0, "host_words", 32),
-        (4, 2**18 + 8192, 0, "host_two_shot", 16),
+        (4, 2**18 + 8192, 0, "host_two_shot", 8),
     ],
 )
 def test_which_kernel_serves_a_message_that_nobody_measured(

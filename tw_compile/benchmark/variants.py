@@ -157,8 +157,14 @@ def by_wires(exact: Sequence[Variant], wires: Iterable[str]) -> tuple[Variant, .
         if wire == EXACT:
             listed += exact
         else:
-            listed += [replace(each, label=f"{each.label}-{wire}", algorithm=None, wire=wire) for each in able]
+            listed += [_with_wire(each, wire) for each in able]
     return tuple(listed)
+
+
+def _with_wire(exact: Variant, wire: str) -> Variant:
+    assert exact.algorithm is not None, "only algorithms have wires"
+    sms = ALGORITHMS[exact.algorithm].wire_sms or exact.sms
+    return replace(exact, label=f"{exact.label}-{wire}", algorithm=None, wire=wire, sms=sms)
 
 
 def by_norms(of_rms_norm: Sequence[Variant], norms: Iterable[str]) -> tuple[Variant, ...]:

@@ -39,8 +39,9 @@ TWO_SHOT = AlgorithmEntry(
     _ROWS,
     (("one_shot", False),),
     transport="host",
-    sms=16,
+    sms=8,
     most_sms=16,
+    wire_sms=16,  # codes are work for SMs
     beside=0,
     two_whole="host_one_shot",
     serves_all=True,

@@ -153,6 +153,8 @@ struct Cta {
         more = more || done[i] != end[i];
       }
       if (!news) continue;
+      // A turn's counters change together. This thread may have read some of them before that, and would need another fence.
+      for (int i = 0; i < COUNTERS; ++i) done[i] = load_acquire_cta(&shared.done[i]);
       fence_sys();
       for (int i = 0; i < COUNTERS; ++i) announced[i] = done[i];
       const uint32_t words[4] = {base + done[0], base + done[1], base + done[2], base + done[3]};

@@ -32,7 +32,9 @@ from tw_compile.kernels.collective.wires import EXACT, WIRES
 
 WORKERS = 512
 """Threads of a CTA that move rows, unless one row needs more threads."""
-MOST_RING, MOST_DEPTH = 12, 2
+MOST_RING = 12
+MOST_AHEAD_BYTES = 128 * 1024
+"""The most bytes of partial sums that a CTA sends ahead. What it sends before others can read it makes a call longer."""
 MOST_RING_BYTES = 256 * 1024
 """The most bytes of partial sums in a ring. If turns are long, a ring has fewer turns, but at least two."""
 _HALVES = 2
@@ -113,30 +115,26 @@ class Shape:
 
 def shape_for(request: Request, world_size: int, one_shot: bool, budget: int) -> Shape:
     """The shape for messages like the request. ``budget`` is the :func:`stage_budget` of the device."""
-    hidden_size = request.x.shape[1]
+    hidden_size, coded = request.x.shape[1], request.wire != EXACT
     vectors = hidden_size // VECTOR
     each = max(-(-vectors // WORKERS), 1)
-    if each < 2 <= vectors // 32:
-        each = 2  # so each thread has more bytes under way
+    # Two vectors a thread are more rows a turn, and fewer turns. With more ranks a turn of exact rows is long enough without.
+    if each < 2 <= vectors // 32 and (coded or world_size == 2):
+        each = 2
     threads = -(-vectors // (32 * each)) * 32
     groups = max(1, WORKERS // threads)
     row_bytes = travelling_bytes(hidden_size, request.x.dtype, WIRES[request.wire].sums)
     turn_bytes = (1 if one_shot else world_size - 1) * groups * row_bytes
     ring = min(max(MOST_RING_BYTES // turn_bytes, 2), MOST_RING)
-    depth = MOST_DEPTH
-    while True:
-        ahead = max(1, ring * 7 // 12)
-        if world_size > 2:
-            # One turn more than is loaded. Otherwise a turn is asked for as soon as it is sent, and all wait for its hop.
-            ahead = max(ahead, min(depth + 1, ring - 2))
-        behind, result_ring = (0, 1) if one_shot else (depth + (ahead + 1) // 2, depth + ahead + 1)
+    # All turns fewer let the bus idle, and all turns more fill it with bytes that nobody can read yet. Polls wait behind these.
+    most_ahead = 4 if one_shot or coded else 5
+    ahead = max(1, min(most_ahead, MOST_AHEAD_BYTES // turn_bytes, ring - 1))
+    for depth in (1, 0):
+        behind, result_ring = (0, 1) if one_shot else (depth + ahead // 2 + 1, depth + ahead + 2)
         shape = shape_of(request, world_size, one_shot, threads, groups, ring, ahead, depth, behind, result_ring)
-        # Two stages of four ranks take the whole budget, so what lies beside them must not count. For two ranks it does: their
-        # shapes are measured as they are.
-        counted = shape.stage_bytes if world_size > 2 and depth < ahead else shape.shared_bytes
-        if depth == 0 or (depth <= ahead and counted <= budget):
-            return shape
-        depth -= 1
+        if shape.stage_bytes <= budget:
+            break
+    return shape
 
 
 def shape_of(
@@ -183,7 +181,7 @@ class HostRows(RowKernel):
     min_capability = HOST_KERNELS
     wires = True
 
-    def __init__(self, one_shot: bool, max_sms: int = 16) -> None:
+    def __init__(self, one_shot: bool, max_sms: int = 8) -> None:
         super().__init__("host_one_shot" if one_shot else "host_two_shot", one_shot, max_sms)
 
     def needs(self, request: Request, world_size: int) -> dict[str, int]:
