@@ -36,7 +36,7 @@ OUTBOX, WORDS = "outbox", "words"
 HOST_MAX_CTAS = 16
 """The most CTAs of a call of host_rows.cu. This number fills a bus. An outbox has rings for all of these CTAs."""
 
-_STATE_WORDS = {INBOX: 5, FED: STATE_WORDS, OUTBOX: 2 * HOST_MAX_CTAS, WORDS: 2}
+_STATE_WORDS = {INBOX: 4, FED: STATE_WORDS, OUTBOX: 2 * HOST_MAX_CTAS, WORDS: 2}
 """How many int32 words a kernel keeps beside its buffer, by the buffer's name. They are PushState of push.cu, FedState of
 fed.cuh, the state of host_rows.cu, and HostWordsState of host_words.cu."""
 

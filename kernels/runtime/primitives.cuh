@@ -31,6 +31,9 @@ DEVICE void load_global(uint32_t (&w)[2], const void* address) {
 DEVICE void load_global(uint32_t (&w)[1], const void* address) {
   asm volatile("ld.global.b32 %0, [%1];" : "=r"(w[0]) : "l"(address) : "memory");
 }
+DEVICE void load_global(uint64_t (&w)[1], const void* address) {
+  asm volatile("ld.global.b64 %0, [%1];" : "=l"(w[0]) : "l"(address) : "memory");
+}
 DEVICE void store_global(void* address, const uint32_t (&w)[4]) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3])
                : "memory");
@@ -90,6 +93,15 @@ DEVICE uint32_t fetch_add_gpu(uint32_t* address, uint32_t value) {
   return before;
 }
 
+// An addition without an answer and without order: it waits for none of the thread's stores, and whoever reads the sum learns of
+// none of them.
+DEVICE void add_relaxed_gpu(uint32_t* address, uint32_t value) {
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+DEVICE void add_relaxed_gpu(uint64_t* address, uint64_t value) {
+  asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
 // --- multicast addresses, which stand for the memory of all ranks at once; from sm_90 on ----------------------------
 
 // Loads the sums of what the ranks have at this address. 16-bit elements are added in float32. The switch chooses the order.
@@ -125,6 +137,23 @@ DEVICE void fence_proxy_alias() { asm volatile("fence.proxy.alias;" ::: "memory"
 // Barrier number `id` (0..15) of `threads` threads, a multiple of 32.
 DEVICE void barrier_sync(uint32_t id, uint32_t threads) {
   asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+// The same barrier for threads that have loaded the same `number`. A thread may come to other barriers while its loads are under
+// way. It comes to this one when it has its number, because the threads vote with the number's lowest bit. Returns 1. That is
+// something that the compiler does not know, so what is made of it comes after the loads of all these threads.
+DEVICE uint32_t barrier_sync_with(uint32_t id, uint32_t threads, uint32_t number) {
+  uint32_t one;
+  asm volatile(
+      "{\n.reg .pred vote;\n.reg .b32 bit, other;\n"
+      "and.b32 bit, %3, 1;\n"
+      "xor.b32 other, bit, 1;\n"
+      "setp.ne.u32 vote, bit, 0;\n"
+      "barrier.red.or.aligned.pred vote, %1, %2, vote;\n"
+      "selp.u32 %0, bit, other, vote;\n}"
+      : "=r"(one)
+      : "r"(id), "r"(threads), "r"(number)
+      : "memory");
+  return one;
 }
 DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
 DEVICE uint32_t shuffle_xor(uint32_t value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }

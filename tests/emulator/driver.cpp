@@ -173,6 +173,16 @@ static void park_until_changed(Thread& thread, const void* address) {
   if (!changed) machine->park(keys.data(), keys.size());
 }
 
+// Memory for an atomic of GPU scope, with no store of this rank to it under way.
+static Allocation& check_counter(const Thread& thread, void* address, uint32_t bytes) {
+  Allocation& allocation = machine->check(address, bytes, bytes);
+  const uint32_t rank = thread.cta->launch->rank;
+  if (allocation.rank != rank) fail("atomic of GPU scope on memory of rank %u", allocation.rank);
+  Word* words = allocation.words + (static_cast<char*>(address) - allocation.base) / 4;
+  for (uint32_t i = 0; i < bytes / 4; ++i) machine->commit_own(words[i], rank);
+  return allocation;
+}
+
 static uint32_t shuffle(const char* primitive, uint32_t value, uint32_t source) {
   Thread& thread = enter(primitive);
   const uint32_t lane = thread.index % 32;
@@ -214,18 +224,25 @@ void emulated_fence_sys() { machine->commit_before(enter("fence_sys")); }
 // Visible to all at once, and with it what it releases: more than the scope of the GPU promises.
 uint32_t emulated_fetch_add(void* address, uint32_t value) {
   Thread& thread = enter("fetch_add_gpu", address);
-  Allocation& allocation = machine->check(address, 4, 4);
-  const uint32_t rank = thread.cta->launch->rank;
-  if (allocation.rank != rank) fail("atomic of GPU scope on memory of rank %u", allocation.rank);
+  Allocation& allocation = check_counter(thread, address, 4);
   machine->commit_before(thread);
-  Word& word = allocation.words[(static_cast<char*>(address) - allocation.base) / 4];
-  machine->commit_own(word, rank);
   uint32_t* counter = static_cast<uint32_t*>(address);
   const uint32_t before = *counter;
   *counter += value;
   machine->notify(allocation.key(address));
   machine->progress();
   return before;
+}
+
+// Visible to all at once, without what the thread has stored before.
+void emulated_add_relaxed(void* address, uint64_t value, uint32_t bytes) {
+  Allocation& allocation = check_counter(enter("add_relaxed_gpu", address), address, bytes);
+  if (bytes == 8)
+    *static_cast<uint64_t*>(address) += value;
+  else
+    *static_cast<uint32_t*>(address) += uint32_t(value);
+  machine->notify(allocation.key(address));
+  machine->progress();
 }
 
 // --- threads of a CTA ----------------------------------------------------------------------------------------------

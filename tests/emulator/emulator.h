@@ -20,6 +20,7 @@ void emulated_store(const char* primitive, void* address, const void* words, uin
 void emulated_store_pairs(void* address, const void* words);
 void emulated_fence_sys();
 uint32_t emulated_fetch_add(void* address, uint32_t value);
+void emulated_add_relaxed(void* address, uint64_t value, uint32_t bytes);
 uint32_t emulated_world_size();
 void emulated_multicast_load(void* words, const void* address, uint32_t rank);
 void emulated_multicast_store(void* address, const void* words);
@@ -66,6 +67,7 @@ void emulated_wgmma_wait(uint32_t pending);
 DEVICE void load_global(uint32_t (&w)[4], const void* address) { emulated_load("load_global", w, address, 16, false); }
 DEVICE void load_global(uint32_t (&w)[2], const void* address) { emulated_load("load_global", w, address, 8, false); }
 DEVICE void load_global(uint32_t (&w)[1], const void* address) { emulated_load("load_global", w, address, 4, false); }
+DEVICE void load_global(uint64_t (&w)[1], const void* address) { emulated_load("load_global", w, address, 8, false); }
 DEVICE void store_global(void* address, const uint32_t (&w)[4]) {
   emulated_store("store_global", address, w, 16, false);
 }
@@ -107,6 +109,8 @@ DEVICE void load_pairs_relaxed_sys(uint64_t (&w)[2], const void* address) {
 DEVICE void store_pairs_relaxed_sys(void* address, const uint64_t (&w)[2]) { emulated_store_pairs(address, w); }
 DEVICE void fence_sys() { emulated_fence_sys(); }
 DEVICE uint32_t fetch_add_gpu(uint32_t* address, uint32_t value) { return emulated_fetch_add(address, value); }
+DEVICE void add_relaxed_gpu(uint32_t* address, uint32_t value) { emulated_add_relaxed(address, value, 4); }
+DEVICE void add_relaxed_gpu(uint64_t* address, uint64_t value) { emulated_add_relaxed(address, value, 8); }
 
 // --- conversions ---------------------------------------------------------------------------------------------------
 
@@ -230,6 +234,10 @@ DEVICE void fence_proxy_alias() { emulated_fence_proxy_alias(); }
 // --- threads of a CTA ----------------------------------------------------------------------------------------------
 
 DEVICE void barrier_sync(uint32_t id, uint32_t threads) { emulated_barrier_sync(id, threads); }
+DEVICE uint32_t barrier_sync_with(uint32_t id, uint32_t threads, uint32_t) {
+  emulated_barrier_sync(id, threads);
+  return 1;
+}
 DEVICE float shuffle_xor(float value, int mask) { return as_float(emulated_shuffle_xor(as_bits(value), mask)); }
 DEVICE uint32_t shuffle_xor(uint32_t value, int mask) { return emulated_shuffle_xor(value, mask); }
 DEVICE int32_t first_lanes(int32_t value) { return int32_t(emulated_first_lanes(uint32_t(value))); }

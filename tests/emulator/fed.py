@@ -81,7 +81,7 @@ class FedMachine(Machine):
         self.inboxes = self.symmetric(needs[INBOX], NOT_ARRIVED, INBOX)
         self.memory = self.symmetric(needs[FED], 0, FED)
         self.tables = table(self.inboxes), table(self.memory)
-        self.push_states, self.fed_states, self.statuses = self.private(5), self.private(STATE_WORDS), self.status()
+        self.push_states, self.fed_states, self.statuses = self.private(4), self.private(STATE_WORDS), self.status()
         for rank in range(world_size):
             for words in (self.fed_states[rank][:1], bits(self.memory[rank])[:ROWS_OFFSET].view(torch.int32)):
                 words.fill_(numbered - 2**32 if numbered >= 2**31 else numbered)

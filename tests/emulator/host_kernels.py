@@ -83,7 +83,7 @@ class WordsMachine(HostMachine):
         super().__init__("host_words", world_size, hidden_size, form, seed, **described, **options)
         for outbox in self.slots:
             for state in outbox.states:
-                state[0] = calls
+                state[1] = calls
 
     def call(
         self,

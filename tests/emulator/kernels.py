@@ -338,7 +338,7 @@ class PushMachine(Machine):
         self.slots = []
         for _ in range(slots):
             buffers = self.symmetric(capacity, NOT_ARRIVED, "inbox")
-            self.slots.append(Inbox(buffers, table(buffers), self.private(5), self.status()))
+            self.slots.append(Inbox(buffers, table(buffers), self.private(4), self.status()))
 
     def call(
         self,
@@ -379,8 +379,8 @@ class PushMachine(Machine):
         for inbox in self.slots:
             for buffer, state in zip(inbox.buffers, inbox.states, strict=True):
                 parts = bits(buffer)[: 3 * self.part_bytes].view(3, -1).view(torch.int32)
-                part, finished = state[:2].tolist()
-                assert finished == 0
+                part, counted = divmod(int(state[0]), 2**16)
+                assert part in range(3) and counted == 0
                 for clean in (part, (part + 1) % 3):
                     assert bool((parts[clean] == NOT_ARRIVED).all()), "a part of an inbox was not cleared"
 

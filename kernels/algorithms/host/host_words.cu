@@ -21,6 +21,10 @@
 // in turn. So a call ends if on every rank at least one of its CTAs can run at a time. The state lives in device memory, so
 // graph replays and launches of other shapes may follow each other.
 //
+// CTAs count the call together: each adds 1 to the state, and CTA 0 adds what the others leave out of 2^32. So the upper half is
+// the number of calls before, until all CTAs have added. They add when all their threads have read it, early, and relaxed: see
+// push.cu.
+//
 // Set by definitions, beside those of row.cuh and EPILOGUE: WORLD_SIZE, THREADS, RESIDUAL_SHARDED (0), RESIDUAL_OUT,
 // SPIN_LIMIT, PREFETCH, AT_ONCE (vectors of a row that a thread receives at a time), NAMES.
 
@@ -30,8 +34,7 @@
 #include "prefetch.cuh"
 
 struct HostWordsState {
-  uint32_t calls;     // calls that have ended
-  uint32_t finished;  // CTAs of the running call that have finished
+  uint64_t calls;  // upper half: calls before; lower half: CTAs of the running call that have read that, 0 between calls
 };
 
 struct HostWordsParams {
@@ -174,7 +177,10 @@ KERNEL(THREADS, 1) host_words(GRID_CONSTANT HostWordsParams p) {
   grid_dependency_wait();
 
   const uint32_t thread = threadIdx.x;
-  const Call call(p, p.state->calls + 1, thread);
+  uint64_t calls[1];
+  load_global(calls, p.state);
+  const uint32_t before = calls[0] >> 32;
+  const Call call(p, before + 1, thread);
   const int first = blockIdx.x, stride = row_ctas(p.prefetch);
   [[maybe_unused]] const float inverse_scale =
       sizeof(HIDDEN_TYPE) == 1 && SCALE_COLUMNS == 0 ? 1.0f / *p.hidden_scale : 1.0f;
@@ -187,6 +193,9 @@ KERNEL(THREADS, 1) host_words(GRID_CONSTANT HostWordsParams p) {
   int parity = 0;
   send(first);
   if (blockIdx.x == 0) call.erase();  // now, because the end of the call waits for what has been stored
+  warp_sync();
+  const uint64_t one = barrier_sync_with(0, THREADS, before);
+  if (thread == 0) add_relaxed_gpu(&p.state->calls, one + (blockIdx.x == 0 ? (1ull << 32) - stride : 0));
   for (int row = first; row < p.tokens; row += stride) {
     const uint64_t element = (uint64_t)row * HIDDEN;
     Loaded<THREADS, X_TYPE> own;
@@ -239,12 +248,4 @@ KERNEL(THREADS, 1) host_words(GRID_CONSTANT HostWordsParams p) {
     });
   }
   grid_dependency_launch();  // not before: see push.cu
-
-  // The last CTA counts the call: by then every CTA has read its number.
-  warp_sync();
-  barrier_sync(0, THREADS);
-  if (thread == 0 && fetch_add_gpu(&p.state->finished, 1) == (uint32_t)stride - 1) {
-    p.state->finished = 0;
-    p.state->calls = call.number;
-  }
 }

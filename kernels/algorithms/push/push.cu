@@ -20,6 +20,14 @@
 // griddepcontrol.wait). Every rank needs something of every other rank in every call, as every rank adds to every row.
 // Two parts would not do: a peer may be one call ahead while this rank still clears.
 //
+// State. The CTAs of a launch read which part it receives in, and they move this state on to the next launch: each CTA adds 1 to
+// the state's phase, and CTA 0 adds what the others leave out. Only when all CTAs have added does the phase name the next part;
+// until then it names this launch's (part_of). So no CTA needs to know whether it is the last one. A CTA adds once, when all its
+// threads have what they need of the state in registers (barrier_sync_with). What it adds depends on what they have loaded, so a
+// relaxed addition is enough: it hands over nothing else. Only the next launch reads the new state. It waits for the end of this
+// launch first, so the state may move on early. A CTA adds when its first rows are on their way, and waits for nothing there. An
+// addition at its end would be waited for by the next kernel, and so would a release, for all stores of the CTA.
+//
 // A call may be several launches, one for each range of local rows, so that inboxes of a message's size are not needed.
 //
 // CTA b handles the same rows on all ranks and waits for peers' CTAs of the same number only: no co-residency beyond
@@ -51,9 +59,8 @@
 #endif
 
 struct PushState {
-  uint32_t part;      // the part that the next call receives in
-  uint32_t finished;  // CTAs of the running call that have finished
-  uint32_t used[3];   // 16-byte units that the latest call in each part has used
+  uint32_t phase;    // ONE_PART times the part that the next call receives in. During a call: see part_of
+  uint32_t used[3];  // 16-byte units that the latest call in each part has used
 };
 
 struct PushParams {
@@ -110,6 +117,13 @@ inline constexpr uint32_t TURN_BYTES =
     (SumRow::ROW_BYTES + (!PUBLISHES ? 0 : ResultRow::ROW_BYTES + (RESIDUAL_OUT == ALL_ROWS ? KeptRow::ROW_BYTES : 0)));
 // 16-byte vectors of each thread.
 inline constexpr uint32_t CLEARED_A_TURN = (TURN_BYTES + ROW_THREADS * 16 - 1) / (ROW_THREADS * 16);
+
+// How phases of the state name parts. In a call of part k they begin with k * ONE_PART. They are that much or up to the number of
+// CTAs more before CTA 0 has added, and less than that number below the next part's afterwards. Below part 0's is below 2^32.
+inline constexpr uint32_t ONE_PART = 1 << 16;  // more than a grid has CTAs
+DEVICE uint32_t part_of(uint32_t phase) { return smaller(phase / ONE_PART, 2); }
+// What CTA 0 of `ctas` adds besides the 1 that each CTA adds.
+DEVICE uint32_t to_next_part(uint32_t part, int ctas) { return (part == 2 ? -2 : 1) * ONE_PART - ctas; }
 
 // Peer number `step` (0 .. PEERS-1) after `rank`; a row from there lies in section `step` of this rank's inbox, and this
 // rank's rows lie in section `PEERS - 1 - step` of that peer's.
@@ -268,13 +282,17 @@ KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
 #else
   const uint32_t thread = threadIdx.x;
 #endif
-  Call call{p, thread, (p.tokens + WORLD_SIZE - 1) / WORLD_SIZE, p.state->part};
-  const int rank = p.rank, per_rank = call.per_rank, ctas = row_ctas(p.prefetch), stride = ctas / CLUSTER;
+  const int rank = p.rank, ctas = row_ctas(p.prefetch), stride = ctas / CLUSTER;
   const int first = p.begin + blockIdx.x / CLUSTER;
   uint8_t* const own_inbox = p.inboxes[rank];
+  uint8_t* peer_inbox[PEERS];
+  for (int step = 0; step < PEERS; ++step) peer_inbox[step] = p.inboxes[peer_after(rank, step)];
+  uint32_t state[4];  // phase and used, in one load, behind loads of which none waits for it
+  load_global(state, p.state);
+  Call call{p, thread, (p.tokens + WORLD_SIZE - 1) / WORLD_SIZE, part_of(state[0])};
+  const int per_rank = call.per_rank;
   call.inbox = own_inbox + call.part * p.part_bytes;
-  for (int step = 0; step < PEERS; ++step)
-    call.peer_inbox[step] = p.inboxes[peer_after(rank, step)] + call.part * p.part_bytes;
+  for (int step = 0; step < PEERS; ++step) call.peer_inbox[step] = peer_inbox[step] + call.part * p.part_bytes;
 
   const int rows = p.end - p.begin;
   const Sections<SumRow> sums{0, rows};
@@ -343,12 +361,30 @@ KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
   };
 
   // Each thread clears up to `count` more 16-byte vectors of what the call before this one has read.
-  const uint32_t previous = (call.part + 2) % 3, used = p.state->used[previous];
+  const uint32_t previous = call.part == 0 ? 2 : call.part - 1;
+  const uint32_t used = call.part == 0 ? state[3] : call.part == 1 ? state[1] : state[2];
   uint32_t unit = blockIdx.x * THREADS + threadIdx.x;
   const auto clear = [&](uint32_t count) {
     const uint32_t cleared[4] = {NOT_ARRIVED, NOT_ARRIVED, NOT_ARRIVED, NOT_ARRIVED};
     for (; count > 0 && unit < used; --count, unit += ctas * THREADS)
       store_global(own_inbox + previous * p.part_bytes + unit * 16ull, cleared);
+  };
+
+  // Moves the state on, as far as it is this CTA's part. The rest of the state is for CTA 0 to write. The GEMM of the call before
+  // has ended, so what is fed may be numbered now, too.
+  const auto move_on = [&] {
+    warp_sync();
+    const uint32_t one = barrier_sync_with(0, THREADS, used);
+    if (threadIdx.x > 0) return;
+    const uint32_t part = call.part * one;  // so that nothing of what follows is worked out before the rows are sent
+    if (blockIdx.x == 0) {
+      p.state->used[part] = (uint32_t)(residuals.end() / 16);
+#if FED
+      add_relaxed_gpu(&p.fed->call, 1);
+      p.fed->claimed = 0;
+#endif
+    }
+    add_relaxed_gpu(&p.state->phase, one + (blockIdx.x == 0 ? to_next_part(part, ctas) : 0));
   };
 
   // A CTA sends, computes and takes rows in turn, so that the links have something to carry all the time. What a CTA waits for
@@ -432,23 +468,11 @@ KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
       });
     }
     if (takes()) take(behind, found);
+    if (ahead == first) move_on();  // every CTA has a first turn, and has only sent in it
   }
   clear(used);  // the rest, where the call before was larger
 
   // The next kernel may take the SMs now, and not before: its CTAs wait for this kernel's end, and if they held SMs that CTAs
   // of a call on another slot need, ranks could wait for each other.
   grid_dependency_launch();
-
-  // The last CTA hands the state to the next call: by then every CTA has read it.
-  warp_sync();
-  barrier_sync(0, THREADS);
-  if (threadIdx.x == 0 && fetch_add_gpu(&p.state->finished, 1) == (uint32_t)ctas - 1) {
-    p.state->finished = 0;
-    p.state->used[call.part] = (uint32_t)(residuals.end() / 16);
-    p.state->part = (call.part + 1) % 3;
-#if FED
-    p.fed->call += 1;
-    p.fed->claimed = 0;
-#endif
-  }
 }
