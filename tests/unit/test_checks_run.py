@@ -17,6 +17,7 @@ def test_every_algorithm_gets_every_check(transport: str) -> None:
     assert {check.__name__ for check in OF_EVERY_ALGORITHM} <= own
     assert {"accuracy_2880", "accuracy_4096", "form_first_norm", "form_fp8_replicated"} <= own
     assert ("form_sharded" in own) is (transport not in NEED_WHOLE_RESIDUALS)
+    assert ("accuracy_18432" in own) is not transport.endswith(("_clusters", "_pairs")), "what clusters can't serve"
 
 
 def test_by_default_only_checks_of_seconds_run() -> None:

@@ -70,7 +70,7 @@ from gpu.checks import (
 )
 from gpu.checks.accuracy import FORMS, accuracy_of_form, accuracy_of_hidden_size
 from gpu.checks.sharing import NEED_NCCL, SHORTENED_BY, share_gpus
-from gpu.checks.transports import ALGORITHMS, NEED_WHOLE_RESIDUALS
+from gpu.checks.transports import ALGORITHMS, MOST_COLUMNS, NEED_WHOLE_RESIDUALS
 from tw_compile import compat
 from tw_compile.child import Child, end
 from tw_compile.harness.problems import Context, Form
@@ -142,7 +142,7 @@ ALONE = (
 def default_checks() -> dict[str, Check]:
     checks: dict[str, Check] = {}
     for name in ALGORITHMS:
-        for size in HIDDEN_SIZES:
+        for size in (size for size in HIDDEN_SIZES if size <= MOST_COLUMNS.get(name, size)):
             checks[f"{name}_accuracy_{size}"] = partial(accuracy_of_hidden_size, transport=name, hidden_size=size)
         for form_name, form in FORMS.items():
             # Alone, a shard of the residual is nothing for one-shot: chain_of_sharded_residuals has that.

@@ -12,6 +12,8 @@ import torch
 
 from tw_compile.harness.problems import Context, Results
 from tw_compile.kernels.algorithms import ALGORITHMS as REGISTRY
+from tw_compile.kernels.algorithms.push.entries import CLUSTERS
+from tw_compile.kernels.algorithms.push.push import MOST_SHARED_COLUMNS
 from tw_compile.kernels.collective import ops
 from tw_compile.kernels.collective import transport as registry
 from tw_compile.kernels.collective.algorithm import Algorithm
@@ -30,6 +32,13 @@ TRANSPORT_OF = {checked.name: entry.transport for entry in REGISTRY for checked 
 """Of an algorithm under check."""
 IN_SLOT = {checked.name for entry in REGISTRY for checked in entry.checked if checked.in_slot}
 """Get messages that were made in the slot's memory, and leave their results there."""
+MOST_COLUMNS = {
+    checked.name: MOST_SHARED_COLUMNS
+    for entry in REGISTRY
+    for checked in entry.checked
+    if checked.name.endswith(tuple(f"_{clusters}" for clusters in CLUSTERS.values()))
+}
+"""Of the rows that an algorithm under check serves, where there is such a limit."""
 NEED_WHOLE_RESIDUALS = {checked.name for entry in REGISTRY if entry.needs_whole_residual for checked in entry.checked}
 
 
