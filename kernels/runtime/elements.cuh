@@ -106,6 +106,17 @@ DEVICE void store_strong(T* address, Eight<T> eight) {
   for_pieces(eight, [=](auto& words, int offset) { store_relaxed_sys((uint8_t*)address + offset, words); });
 }
 
+// The column that one of a thread's vectors begins with. The parts are apart so that the addresses of its vectors differ by what
+// the compiler knows.
+struct Column {
+  uint32_t of_thread, further;
+  DEVICE operator uint32_t() const { return of_thread + further; }
+};
+template <typename T>
+DEVICE T* operator+(T* row, Column column) {
+  return settled(row + column.of_thread) + column.further;
+}
+
 // --- values --------------------------------------------------------------------------------------------------------
 
 DEVICE void unpack(const Eight<bf16>& eight, float (&values)[8]) {

@@ -289,6 +289,15 @@ DEVICE void prefetch_l2(const void* address, uint32_t) {
 }
 #endif
 
+// The same address. The compiler computes it once, and what lies at known distances from it with the offsets of instructions.
+// Otherwise it puts distances and indices together first, and computes each address of its own.
+template <typename T>
+DEVICE T* settled(T* address) {
+  uint64_t bits;
+  asm("mov.b64 %0, %1;" : "=l"(bits) : "l"(address));
+  return (T*)bits;
+}
+
 // --- conversions ---------------------------------------------------------------------------------------------------
 
 DEVICE float as_float(uint32_t bits) { return __uint_as_float(bits); }

@@ -35,7 +35,7 @@ struct RowPart {
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
       const uint32_t vector = v * GROUP + thread;
-      if (EXACT || vector < OF_ROW) body(v, vector * WIDTH);
+      if (EXACT || vector < OF_ROW) body(v, Column{thread * WIDTH, (uint32_t)(v * GROUP * WIDTH)});
     }
   }
 
@@ -47,7 +47,7 @@ struct RowPart {
     for (int v = 0; v < VECTORS; ++v) {
       const uint32_t vector = v * GROUP + thread;
       const bool in_row = EXACT || vector < OF_ROW;
-      if (TOGETHER || in_row) body(v, vector * WIDTH, in_row);
+      if (TOGETHER || in_row) body(v, Column{thread * WIDTH, (uint32_t)(v * GROUP * WIDTH)}, in_row);
     }
   }
 };
@@ -59,7 +59,7 @@ struct Loaded {
   // Issues the loads; nothing waits for them before they are used.
   DEVICE void fetch(const T* row, uint32_t thread) {
     if constexpr (present<T>)
-      RowPart<GROUP>::each(thread, [&](int v, uint32_t column) { load(vectors[v], row + column); });
+      RowPart<GROUP>::each(thread, [&](int v, Column column) { load(vectors[v], row + column); });
   }
 };
 

@@ -23,8 +23,10 @@ struct Exact {
   template <int WIDTH>
   using PieceOf = Piece;
 
-  static DEVICE T* at(T* row, uint32_t column) { return row + column; }
-  static DEVICE const T* at(const T* row, uint32_t column) { return row + column; }
+  template <typename Place>
+  static DEVICE T* at(T* row, Place column) { return row + column; }
+  template <typename Place>
+  static DEVICE const T* at(const T* row, Place column) { return row + column; }
   template <int COUNT>
   static DEVICE void encode(Piece (&pieces)[COUNT], const Eight<T> (&eights)[COUNT]) {
     for (int v = 0; v < COUNT; ++v) pieces[v] = eights[v];
@@ -292,6 +294,12 @@ struct Codes {
   static DEVICE InRow<Codes> at(const uint8_t* row, uint32_t column) {
     static_assert(HIDDEN % COLUMNS == 0, "rows are whole groups");
     return {(uint8_t*)row + column * BITS / 8, (uint8_t*)row + WORDS_OFFSET + column / COLUMNS * 4, column % COLUMNS == 0};
+  }
+  static DEVICE InRow<Codes> at(const uint8_t* row, Column column) {
+    if (column.further % COLUMNS != 0) return at(row, (uint32_t)column);
+    const InRow<Codes> first = at(row, column.of_thread);
+    const uint32_t further = column.further;
+    return {settled(first.codes) + further * BITS / 8, settled(first.word) + further / COLUMNS * 4, first.first_of_group};
   }
 };
 

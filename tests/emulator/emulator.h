@@ -112,6 +112,11 @@ DEVICE uint32_t fetch_add_gpu(uint32_t* address, uint32_t value) { return emulat
 DEVICE void add_relaxed_gpu(uint32_t* address, uint32_t value) { emulated_add_relaxed(address, value, 4); }
 DEVICE void add_relaxed_gpu(uint64_t* address, uint64_t value) { emulated_add_relaxed(address, value, 8); }
 
+template <typename T>
+DEVICE T* settled(T* address) {
+  return address;
+}
+
 // --- conversions ---------------------------------------------------------------------------------------------------
 
 DEVICE float as_float(uint32_t bits) {

@@ -233,12 +233,12 @@ struct Worker {
       const X_TYPE* const from = p.x + (uint64_t)(ONE_SHOT ? local : owner * cta.per_rank + local) * HIDDEN;
       SumRow::Element* const to = sent_row(p.rank, step, turn);
       Eight<X_TYPE> own[VECTORS];
-      Sent::each(thread, [&](int v, uint32_t column) {
+      Sent::each(thread, [&](int v, Column column) {
         for (int i = 0; i < Sent::EIGHTS; ++i) load(own[v * Sent::EIGHTS + i], from + column + i * 8);
       });
       SumRow::PieceOf<Sent::WIDTH> pieces[Sent::VECTORS];
       SumRow::encode(pieces, own);
-      Sent::each(thread, [&](int v, uint32_t column) { store(SumRow::at(to, column), pieces[v]); });
+      Sent::each(thread, [&](int v, Column column) { store(SumRow::at(to, column), pieces[v]); });
     }
   }
 
@@ -285,7 +285,7 @@ struct Worker {
         if (computes(turn))
           for (int step = 0; step < PEERS; ++step) {
             const SumRow::Element* const from = row_from(step, turn);
-            Row::each(thread, [&](int v, uint32_t column) { ask_vector(SumRow::at(from, column), staged(turn, step, v, 0, SUM_BYTES)); });
+            Row::each(thread, [&](int v, Column column) { ask_vector(SumRow::at(from, column), staged(turn, step, v, 0, SUM_BYTES)); });
           }
       }
       if constexpr (!ONE_SHOT) {
@@ -293,12 +293,12 @@ struct Worker {
         if (taken >= 0 && taken < cta.turns) {
           cta.await(COMPUTED, taken + 1, known[COMPUTED]);
           each_owner(taken, [&](int step, const uint8_t* from, uint64_t) {
-            Taken::each(thread, [&](int v, uint32_t column) {
+            Taken::each(thread, [&](int v, Column column) {
               uint8_t* const to = staged(turn, step, v * Taken::EIGHTS, SUM_BYTES, RESULT_BYTES);
               ask_vector<Taken::WIDTH>(ResultRow::at((const ResultRow::Element*)from, column), to);
             });
             if constexpr (RESIDUAL_OUT == ALL_ROWS)
-              Row::each(thread, [&](int v, uint32_t column) {
+              Row::each(thread, [&](int v, Column column) {
                 ask_vector((const RESIDUAL_OUT_TYPE*)(from + HIDDEN_ROW) + column,
                            staged(turn, step, v, SUM_BYTES + RESULT_BYTES, KEPT_BYTES));
               });
@@ -326,7 +326,7 @@ struct Worker {
   }
 
   // Adds up one vector of all ranks in rank order. The sum starts from 0, so the signs of zeros make no difference.
-  DEVICE void add_up(float (&h)[8], int turn, int v, uint32_t column, const Eight<X_TYPE>& own) const {
+  DEVICE void add_up(float (&h)[8], int turn, int v, Column column, const Eight<X_TYPE>& own) const {
     SumRow::Piece got[PEERS];
 #pragma unroll
     for (int step = 0; step < PEERS; ++step) {
@@ -362,7 +362,7 @@ struct Worker {
     const int taken = turn - BEHIND;
     if constexpr (DEPTH == 0) cta.await(COMPUTED, taken + 1, known[COMPUTED]);
     each_owner(taken, [&](int step, const uint8_t* from, uint64_t element) {
-      Taken::each(thread, [&](int v, uint32_t column) {
+      Taken::each(thread, [&](int v, Column column) {
         ResultRow::PieceOf<Taken::WIDTH> result;
         if constexpr (DEPTH > 0)
           get_vector(result, staged(turn, step, v * Taken::EIGHTS, SUM_BYTES, RESULT_BYTES));
@@ -376,7 +376,7 @@ struct Worker {
 #endif
       });
       if constexpr (RESIDUAL_OUT == ALL_ROWS)
-        Row::each(thread, [&](int v, uint32_t column) {
+        Row::each(thread, [&](int v, Column column) {
           Eight<RESIDUAL_OUT_TYPE> kept;
           if constexpr (DEPTH > 0)
             get_vector(kept, staged(turn, step, v, SUM_BYTES + RESULT_BYTES, KEPT_BYTES));
@@ -416,7 +416,7 @@ struct Worker {
         if (computing >= 0 && computing < turns) cta.await(SENT, computing + 1, known[SENT]);
       }
       if (computed) {
-        Row::each(thread, [&](int v, uint32_t column) { add_up(h[v], computing, v, column, own.vectors[v]); });
+        Row::each(thread, [&](int v, Column column) { add_up(h[v], computing, v, column, own.vectors[v]); });
         const RowStatistics statistics = warp_sum(finish_sum<THREADS>(h, p.scale, p.bias, residual, thread));
         if (thread % 32 == 0) partials[thread / 32] = statistics;
       }
@@ -435,7 +435,7 @@ struct Worker {
         const auto scales =
             scales_of_row<THREADS>(h, factor, weight, p.weight_offset, cta.shared.maxima[group], thread, 2 + group);
 #endif
-        Row::each(thread, [&](int v, uint32_t column) {
+        Row::each(thread, [&](int v, Column column) {
           if constexpr (RESIDUAL_OUT != NO_ROWS) {
             Eight<RESIDUAL_OUT_TYPE> kept;
             pack(kept, h[v]);
@@ -444,7 +444,7 @@ struct Worker {
           }
         });
 #if SCALE_COLUMNS
-        Row::each_with<true>(thread, [&](int v, uint32_t column, bool in_row) {
+        Row::each_with<true>(thread, [&](int v, Column column, bool in_row) {
           const auto piece = quantised(h[v], factor, weight.vectors[v], p.weight_offset, scales.of(v));
           if (!in_row) return;
           store_result(p.hidden, p.tokens, row, column, piece);
@@ -452,12 +452,12 @@ struct Worker {
         });
 #else
         Eight<HIDDEN_TYPE> results[VECTORS];
-        Row::each(thread, [&](int v, uint32_t column) {
+        Row::each(thread, [&](int v, Column column) {
           normalise(results[v], h[v], factor, weight.vectors[v], loaded(p.norm_bias + column), p.weight_offset, inverse_scale);
         });
         ResultRow::Piece pieces[VECTORS];
         ResultRow::encode_and_receive(pieces, results);
-        Row::each(thread, [&](int v, uint32_t column) {
+        Row::each(thread, [&](int v, Column column) {
           store(p.hidden + row * HIDDEN + column, results[v]);
           if constexpr (!ONE_SHOT) store(ResultRow::at((ResultRow::Element*)to, column), pieces[v]);
         });
