@@ -89,6 +89,10 @@ inline constexpr int VECTORS = Row::VECTORS;
 constexpr int width(bool coded) { return coded && VECTORS % 2 == 0 ? 16 : 8; }
 using Sent = RowPart<THREADS, width(SumRow::CODED)>;
 using Taken = RowPart<THREADS, width(ResultRow::CODED && SCALE_COLUMNS == 0)>;
+inline constexpr int STEPS = ONE_SHOT ? 1 : WORLD_SIZE - 1;  // rows that a turn sends
+// Whether a turn loads the row that the next turn sends first. Codes can't be computed before a row has come from memory, and all
+// warps would wait for that at once.
+inline constexpr bool EARLY = SumRow::CODED;
 inline constexpr int WARPS = THREADS / 32;  // of a row
 inline constexpr int WORKERS = GROUPS * THREADS;
 inline constexpr int BLOCK = WORKERS + 64;
@@ -212,6 +216,7 @@ struct Worker {
   int group;
   uint32_t thread;  // of the group
   int known[COUNTERS];
+  Eight<X_TYPE> next[VECTORS];  // this thread's part of the row that is sent next
 
   DEVICE Worker(const Cta& cta, uint32_t worker)
       : cta(cta), p(cta.p), worker(worker), group(worker / THREADS), thread(worker % THREADS), known{} {}
@@ -224,20 +229,27 @@ struct Worker {
     return cta.shared.halves[owner] + COMPUTED_OFFSET + (turn % RESULT_RING) * COMPUTED_TURN + group * (HIDDEN_ROW + KEPT_ROW);
   }
 
+  // Whether a turn has a row for the peer of that step, or for all peers (one-shot).
+  DEVICE bool sends(int turn, int step) const {
+    return turn < cta.turns && cta.local_row(turn, group) < (ONE_SHOT ? p.tokens : cta.rows_of(peer_after(p.rank, step)));
+  }
+  // Loads what is sent. Where there is nothing, it loads some row: a register that may keep an older value is never free.
+  DEVICE void load_sent(int turn, int step) {
+    const int local = cta.local_row(turn, group);
+    const int row = ONE_SHOT ? local : peer_after(p.rank, step) * cta.per_rank + local;
+    const X_TYPE* const from = p.x + (uint64_t)(sends(turn, step) ? row : 0) * HIDDEN;
+    Sent::each(thread, [&](int v, Column column) {
+      for (int i = 0; i < Sent::EIGHTS; ++i) load(next[v * Sent::EIGHTS + i], from + column + i * 8);
+    });
+  }
   DEVICE void send(int turn) {
     if (turn >= RING) cta.await(READ, turn - RING + 1, known[READ]);
-    const int local = cta.local_row(turn, group);
-    for (int step = 0; step < (ONE_SHOT ? 1 : PEERS); ++step) {
-      const int owner = peer_after(p.rank, step);
-      if (local >= (ONE_SHOT ? p.tokens : cta.rows_of(owner))) continue;
-      const X_TYPE* const from = p.x + (uint64_t)(ONE_SHOT ? local : owner * cta.per_rank + local) * HIDDEN;
+    for (int step = 0; step < STEPS; ++step) {
+      if (!EARLY || step > 0) load_sent(turn, step);
+      if (!sends(turn, step)) continue;
       SumRow::Element* const to = sent_row(p.rank, step, turn);
-      Eight<X_TYPE> own[VECTORS];
-      Sent::each(thread, [&](int v, Column column) {
-        for (int i = 0; i < Sent::EIGHTS; ++i) load(own[v * Sent::EIGHTS + i], from + column + i * 8);
-      });
       SumRow::PieceOf<Sent::WIDTH> pieces[Sent::VECTORS];
-      SumRow::encode(pieces, own);
+      SumRow::encode(pieces, next);
       Sent::each(thread, [&](int v, Column column) { store(SumRow::at(to, column), pieces[v]); });
     }
   }
@@ -391,22 +403,24 @@ struct Worker {
     const int turns = cta.turns, ahead = smaller(AHEAD, turns);
     [[maybe_unused]] const float inverse_scale =
         sizeof(HIDDEN_TYPE) == 1 && SCALE_COLUMNS == 0 ? 1.0f / *p.hidden_scale : 1.0f;
-    Loaded<THREADS, WEIGHT_TYPE> weight;
-    weight.fetch(p.weight, thread);
+    Loaded<THREADS, WEIGHT_TYPE> kept_weight;
+    if constexpr (!EARLY) kept_weight.fetch(p.weight, thread);
     // Results that are loaded when they are taken (DEPTH 0) are counted a turn later.
     constexpr int LATER = !ONE_SHOT && DEPTH == 0 ? 1 : 0;
     const int end = turns + ahead + BEHIND + LATER;
+    if constexpr (EARLY) load_sent(0, 0);
     for (int turn = 0; turn < end; ++turn) {
       const int computing = turn - ahead, taking = computing - BEHIND, local = cta.local_row(computing, group);
-      const uint64_t row = ONE_SHOT ? local : p.rank * cta.per_rank + local;
       const bool computed = computes(computing);
+      const uint64_t row = ONE_SHOT ? local : p.rank * cta.per_rank + local;
       RowStatistics* const partials = cta.shared.partials[turn & 1][group];
       Loaded<THREADS, X_TYPE> own;
       Loaded<THREADS, RESIDUAL_TYPE> residual;
-      if (computed) {
-        own.fetch(p.x + row * HIDDEN, thread);
-        residual.fetch(p.residual + (RESIDUAL_SHARDED ? local : row) * HIDDEN, thread);
-      }
+      Loaded<THREADS, WEIGHT_TYPE> weight;
+      if constexpr (!EARLY) weight = kept_weight;
+      // Some row if none is computed, as in load_sent.
+      own.fetch(p.x + (computed ? row : 0) * HIDDEN, thread);
+      residual.fetch(p.residual + (computed ? RESIDUAL_SHARDED ? local : row : 0) * HIDDEN, thread);
       if (turn < turns) send(turn);
       float h[VECTORS][8];
       if constexpr (DEPTH > 0) {
@@ -415,6 +429,7 @@ struct Worker {
       } else {
         if (computing >= 0 && computing < turns) cta.await(SENT, computing + 1, known[SENT]);
       }
+      if constexpr (EARLY) weight.fetch(p.weight, thread);  // not before: rows that are sent need the registers
       if (computed) {
         Row::each(thread, [&](int v, Column column) { add_up(h[v], computing, v, column, own.vectors[v]); });
         const RowStatistics statistics = warp_sum(finish_sum<THREADS>(h, p.scale, p.bias, residual, thread));
@@ -423,8 +438,11 @@ struct Worker {
       warp_sync();
       barrier_sync(1, WORKERS);
       if (worker < COUNTERS) {
-        const int counts[COUNTERS] = {turn + 1, ONE_SHOT ? 0 : computing, computing + 1, ONE_SHOT ? 0 : taking + 1 - LATER};
-        store_release_cta(&cta.shared.done[worker], smaller(larger(counts[worker], 0), turns));
+        // Selected, as an array would lie in local memory.
+        const int sent_or_computed = worker == SENT ? turn + 1 : ONE_SHOT ? 0 : computing;
+        const int read_or_taken = worker == READ ? computing + 1 : ONE_SHOT ? 0 : taking + 1 - LATER;
+        const int count = worker <= COMPUTED ? sent_or_computed : read_or_taken;
+        store_release_cta(&cta.shared.done[worker], smaller(larger(count, 0), turns));
       }
       if (computed) {
         if constexpr (!ONE_SHOT)
@@ -465,6 +483,7 @@ struct Worker {
       }
       if constexpr (LATER == 1)
         if (taking >= 0 && taking < turns) take(computing);
+      if constexpr (EARLY) load_sent(turn + 1, 0);
       if (computing >= -1)  // the first time for turns 0 to DEPTH - 1
         for (int next = computing < 0 ? 0 : computing + DEPTH; next <= computing + DEPTH; ++next) ask(next);
     }
