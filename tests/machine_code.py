@@ -34,6 +34,24 @@ def instructions(cubin: bytes, folder: Path) -> dict[int, str]:
     return found
 
 
+def check_end(code: Mapping[int, str]) -> None:
+    """Behind its wait for the kernel before it, a kernel waits for no memory barrier and no atomic; it ends with a store.
+
+    Its one addition, which has no answer, comes when the CTA's threads have met, each with what it has loaded.
+    """
+    text = list(code.values())
+    text = text[text.index("ACQBULK") :]
+    assert not [one for one in text if MEMORY_BARRIERS.search(one) or re.search(r"\bATOM", one)]
+    (met,) = (at for at, one in enumerate(text) if "BAR.RED" in one)
+    (answered,) = (at for at, one in enumerate(text) if "B2R.RESULT" in one)
+    (added,) = (at for at, one in enumerate(text) if re.search(r"(?<!\.)\bRED", one))
+    assert met < answered < added
+    end = next(at for at, one in enumerate(text) if "PREEXIT" in one)
+    assert text[end + 1] == "EXIT"  # what lies behind is for warps whose lanes are apart, on their way
+    accesses = [one for one in text[:end] if MEMORY_ACCESSES.search(one)]
+    assert "STG" in accesses[-1]
+
+
 def _branch_target(text: str) -> int | None:
     found = re.search(r"\bBRA\b[^;]*?0x([0-9a-f]+)$", text)
     return int(found[1], 16) if found else None

@@ -93,8 +93,8 @@ DEVICE uint32_t fetch_add_gpu(uint32_t* address, uint32_t value) {
   return before;
 }
 
-// An addition without an answer and without order: it waits for none of the thread's stores, and whoever reads the sum learns of
-// none of them.
+// An addition without an answer and without order. It waits for none of the thread's stores, and whoever reads the sum learns
+// of none of them.
 DEVICE void add_relaxed_gpu(uint32_t* address, uint32_t value) {
   asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
@@ -138,9 +138,9 @@ DEVICE void fence_proxy_alias() { asm volatile("fence.proxy.alias;" ::: "memory"
 DEVICE void barrier_sync(uint32_t id, uint32_t threads) {
   asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-// The same barrier for threads that have loaded the same `number`. A thread may come to other barriers while its loads are under
-// way. It comes to this one when it has its number, because the threads vote with the number's lowest bit. Returns 1. That is
-// something that the compiler does not know, so what is made of it comes after the loads of all these threads.
+// The same barrier for threads that have loaded the same `number`. A thread may come to other barriers while its loads are
+// under way. It comes to this one when it has its number, because the threads vote with the number's lowest bit. The result is
+// 1. The compiler does not know that, so what is made of the result comes after the loads of all these threads.
 DEVICE uint32_t barrier_sync_with(uint32_t id, uint32_t threads, uint32_t number) {
   uint32_t one;
   asm volatile(

@@ -8,13 +8,13 @@ reproduced by its seed.
 Modelled
     Ordinary stores are visible to their own rank at once, to others after any delay, each 32-bit word on its own. A release
     makes visible first what happened before it: by program order, barriers, mbarriers. So does ``fetch_add_gpu``, which is more
-    than the hardware promises, and the end of a launch. Bulk copies move in pieces, later, in any order. Ranks pause for
-    long. CTAs of a rank start in order of their index, at most ``resident`` at a time. Streams overlap; launches of one stream
-    do not, but for programmatic ones, which start when all CTAs of the launch before have called ``grid_dependency_launch``.
-    CTAs of a cluster start together. Copies of tiles are swizzled by 128 bytes, zero outside of the tensor, and move as bulk
-    copies do, to each CTA on its own; an arrival at another CTA's mbarrier may take as long, but not beyond ``cluster_sync``; a
-    word stored to another CTA may take as long, too. A warp's matmuls read shared memory and add to registers when they are
-    issued or, if it can be, not before ``wgmma_wait``.
+    than the hardware promises, and the end of a launch. ``add_relaxed_gpu`` makes its sum visible at once, and nothing else.
+    Bulk copies move in pieces, later, in any order. Ranks pause for long. CTAs of a rank start in order of their index, at most
+    ``resident`` at a time. Streams overlap; launches of one stream do not, but for programmatic ones, which start when all CTAs
+    of the launch before have called ``grid_dependency_launch``. CTAs of a cluster start together. Copies of tiles are swizzled
+    by 128 bytes, zero outside of the tensor, and move as bulk copies do, to each CTA on its own; an arrival at another CTA's
+    mbarrier may take as long, but not beyond ``cluster_sync``; a word stored to another CTA may take as long, too. A warp's
+    matmuls read shared memory and add to registers when they are issued or, if it can be, not before ``wgmma_wait``.
     A sum by a multicast address reads the ranks one after the other, and a store there goes to each on its own.
     Shared memory starts as NaNs. Threads that poll sleep until something that they poll changes. What other kernels of a
     stream do between two launches is told by ``read_behind`` and ``write_behind``.

@@ -107,10 +107,18 @@ class WordsMachine(HostMachine):
                 erased=erased_lines(self.capacity // 2, self.names),
                 **self.shared_parameters(rank, own),
             )
+            self.follow(rank, slot, own)
             shared_bytes = statistics_bytes(own.request, 1, self.threads // 32)
             grid = min(tokens, max_sms)
-            self.emulator.launch(rank, slot, grid, self.threads, shared_bytes, params, programmatic=True)
+            launch = self.emulator.launch(rank, slot, grid, self.threads, shared_bytes, params, programmatic=True)
+            self.latest[rank, slot] = launch
         return call
+
+    def run(self) -> None:
+        super().run()
+        for outbox in self.slots:
+            assert all(torch.equal(state, outbox.states[0]) for state in outbox.states), "ranks counted different calls"
+            assert all(state[0] == 0 for state in outbox.states), "CTAs of a call were counted wrongly"
 
 
 class RowsMachine(HostMachine):

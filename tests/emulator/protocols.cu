@@ -21,6 +21,7 @@ enum Broken : uint32_t {
   NO_STAGING_FENCE,
   WAITS_FOR_ALL,
   SHUFFLE_FOR_BARRIER,
+  RELAXED_COUNT,
 };
 
 constexpr uint32_t MAX_RANKS = 8, SENTINEL = 0x80000000;
@@ -219,5 +220,35 @@ KERNEL(64, 1) tickets(GRID_CONSTANT Params p) {
   w[0] = 1 + fetch_add_gpu(counter, 1);
   if (w[0] == p.rows) store_global(at(p.output, 0), w);
   while (p.broken == WAITS_FOR_ALL && load_acquire_sys(counter) < p.rows) {
+  }
+}
+
+// Each rank stores its `input` to the next rank, in all CTAs but the last, which tells that rank when the others have been
+// counted; the last CTA then waits for what the rank before stores, and writes it. float [grid - 1, block, 4].
+KERNEL(1024, 1) counts(GRID_CONSTANT Params p) {
+  const uint32_t next = (p.rank + 1) % p.world_size, others = gridDim.x - 1, cta_bytes = blockDim.x * 16;
+  const uint32_t mine = threadIdx.x * 16;
+  uint32_t* const counter = reinterpret_cast<uint32_t*>(p.pads[p.rank]);
+  uint32_t w[4];
+  if (blockIdx.x < others) {
+    load_global(w, at(p.input, blockIdx.x * cta_bytes + mine));
+    store_global(at(p.buffers[next], blockIdx.x * cta_bytes + mine), w);
+    const uint32_t one = barrier_sync_with(0, blockDim.x, others);
+    if (threadIdx.x > 0) return;
+    if (p.broken == RELAXED_COUNT)
+      add_relaxed_gpu(counter, one);
+    else
+      fetch_add_gpu(counter, one);
+    return;
+  }
+  while (load_acquire_sys(counter) < others) {
+  }
+  barrier_sync(0, blockDim.x);
+  if (threadIdx.x == 0) store_release_sys(reinterpret_cast<uint32_t*>(p.pads[next]) + 1, 1);
+  while (load_acquire_sys(counter + 1) == 0) {
+  }
+  for (uint32_t cta = 0; cta < others; ++cta) {
+    load_global(w, at(p.buffers[p.rank], cta * cta_bytes + mine));
+    store_global(at(p.output, cta * cta_bytes + mine), w);
   }
 }

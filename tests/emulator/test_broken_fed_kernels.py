@@ -32,8 +32,8 @@ PIECES: dict[str, Changes] = {
     "sends pieces that have not arrived": (("(loaded + sent) / PIECES & 1)) {", "1)) {"),),
 }
 PUSH: dict[str, Changes] = {
-    "calls have one number": (("p.fed->call += 1;", "p.fed->call = 1;"),),
-    "chunks stay claimed": (("    p.fed->claimed = 0;\n", ""),),
+    "calls have one number": (("add_relaxed_gpu(&p.fed->call, 1);", "p.fed->call = 1;"),),
+    "chunks stay claimed": (("      p.fed->claimed = 0;\n", ""),),
 }
 GEMM: dict[str, Changes] = {
     "pairs of other ranks are its own again": (("    if (!own) pair -= params.fed.own * wide;\n", ""),),

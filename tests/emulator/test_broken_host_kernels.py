@@ -50,11 +50,17 @@ BROKEN_WORDS: dict[str, tuple[Run, str, str]] = {
     "words of a call with the same name stay": (run_named_again, "if (blockIdx.x == 0) call.erase();", ""),
     "erases the same lines in each call": (run_named_again, "(number >> 1) % shares", "0"),
     "erases what it has just sent": (run_named_again, "begin + i >= p.tokens * ROW_LINES && ", ""),
-    "calls are not counted": (run_words, "p.state->calls = call.number;", ""),
+    "calls are not counted": (run_words, "if (thread == 0) add_relaxed_gpu", "if (false) add_relaxed_gpu"),
+    "a CTA is not counted": (run_words, "if (thread == 0) add", "if (thread == 0 && blockIdx.x != 1) add"),
     "first CTA counts the call": (
         run_words,
-        "fetch_add_gpu(&p.state->finished, 1) == (uint32_t)stride - 1",
-        "blockIdx.x == 0",
+        "one + (blockIdx.x == 0 ? (1ull << 32) - stride : 0)",
+        "blockIdx.x == 0 ? 1ull << 32 : 0",
+    ),
+    "counts the call before other threads have read it": (
+        run_words,
+        "one = barrier_sync_with(0, THREADS, before)",
+        "one = 1",
     ),
     "starts before the call before has ended": (run_words, "  grid_dependency_wait();\n", ""),
     "adds in another order on each rank": (

@@ -74,7 +74,7 @@ BY_PEERS = partial(run_multimem, by_peers=True)
 MULTIMEM_IN_SLOT = partial(run_multimem, in_slot=True)
 
 PUSH: dict[str, tuple[Run, str, str]] = {
-    "clears the part that comes next": (TWO_SHOT, "(call.part + 2) % 3", "(call.part + 1) % 3"),
+    "clears the part that comes next": (TWO_SHOT, "call.part == 0 ? PARTS - 1 : call.part - 1", "(call.part + 1) % 3"),
     "clears nothing": (ONE_SHOT, "unit < used", "unit < 0"),
     "clears only while it computes": (TWO_SHOT, "  clear(used);", ""),
     "clears too little": (TWO_SHOT, "(uint32_t)(residuals.end() / 16)", "(uint32_t)(sums.end() / 16)"),
@@ -83,7 +83,7 @@ PUSH: dict[str, tuple[Run, str, str]] = {
         " + 15) / 16 * 16; }",
         "); }",
     ),
-    "uses two parts": (ONE_SHOT, "% 3", "% 2"),
+    "uses two parts": (ONE_SHOT, "PARTS = 3", "PARTS = 2"),
     "sends negative zeros of x": (ONE_SHOT, "if constexpr (!SumRow::CODED) drop_negative_zeros(own[v]);", ""),
     "sends negative zeros of results": (TWO_SHOT, "if constexpr (!ResultRow::CODED) drop_negative_zeros(result);", ""),
     "sends negative zeros of the residual": (
@@ -104,17 +104,30 @@ PUSH: dict[str, tuple[Run, str, str]] = {
     ),
     "a CTA gets no sums": (CLUSTERS, "thread % 32 < CLUSTER", "thread % 32 < CLUSTER - 1"),
     "CTAs of a cluster have rows of their own": (CLUSTERS, "p.begin + blockIdx.x / CLUSTER", "p.begin + blockIdx.x"),
-    "a cluster's first CTA hands the state on": (CLUSTERS, "== (uint32_t)ctas - 1", "== (uint32_t)stride - 1"),
+    "counts clusters": (CLUSTERS, "to_next_part(part, ctas)", "to_next_part(part, stride)"),
     "a peer gets no results": (
         TWO_SHOT,
         "PEERS; ++step) call.push(normalised",
         "PEERS - 1; ++step) call.push(normalised",
     ),
-    "first CTA hands the state on": (
+    "first CTA moves the state on": (
         ONE_SHOT,
-        "fetch_add_gpu(&p.state->finished, 1) == (uint32_t)ctas - 1",
-        "blockIdx.x == 0",
+        "one + (blockIdx.x == 0 ? to_next_part(part, ctas) : 0)",
+        "blockIdx.x == 0 ? to_next_part(part, 0) : 0",
     ),
+    "first CTA of a cluster moves the state on": (
+        CLUSTERS,
+        "one + (blockIdx.x == 0 ? to_next_part(part, ctas) : 0)",
+        "blockIdx.x % CLUSTER == 0 ? one + (blockIdx.x == 0 ? to_next_part(part, stride) : 0) : 0",
+    ),
+    "moves the state on before other threads have read it": (
+        ONE_SHOT,
+        "one = barrier_sync_with(0, THREADS, used)",
+        "one = 1",
+    ),
+    "counts CTAs in each turn": (TWO_SHOT, "if (ahead == first) move_on();", "move_on();"),
+    "does not count a CTA": (TWO_SHOT, "if (ahead == first) move_on();", "if (ahead == p.begin) move_on();"),
+    "takes a phase for its part": (ONE_SHOT, "smaller(phase / ONE_PART, PARTS - 1)", "phase / ONE_PART % PARTS"),
     "starts before the call before has ended": (ONE_SHOT, "grid_dependency_wait();", ""),
     "adds in another order on each rank": (
         partial(run_push, one_shot=True, form=Form(FP32, residual_dtype=FP32)),

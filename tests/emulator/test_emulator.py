@@ -37,6 +37,7 @@ class Broken(IntEnum):
     NO_STAGING_FENCE = auto()
     WAITS_FOR_ALL = auto()
     SHUFFLE_FOR_BARRIER = auto()
+    RELAXED_COUNT = auto()
 
 
 class Params(ctypes.Structure):
@@ -148,10 +149,21 @@ def run_relay(seed: int, broken: Broken = Broken.NOTHING) -> None:
     require_equal(out, x.sum(0).expand_as(x))
 
 
+def run_counts(seed: int, broken: Broken = Broken.NOTHING) -> None:
+    grid, block = 4, 64
+    x = inputs(WORLD_SIZE, (grid - 1) * block * 4)
+    out = torch.zeros_like(x)
+    ranks = Ranks("counts", seed, [torch.zeros(x.shape[1]) for _ in range(WORLD_SIZE)])
+    for rank in range(WORLD_SIZE):
+        ranks.launch(rank, x[rank], out[rank], grid=grid, block=block, broken=broken)
+    ranks.emulator.run()
+    require_equal(out, x.roll(1, 0))
+
+
 Run = Callable[..., None]
 
 
-@pytest.mark.parametrize("run", [run_push, run_flags, run_relay])
+@pytest.mark.parametrize("run", [run_push, run_flags, run_relay, run_counts])
 def test_right_protocol_passes_under_every_seed(run: Run) -> None:
     for seed in SEEDS:
         run(seed)
@@ -193,6 +205,7 @@ def test_misuse_is_named_under_every_seed(run: Run, broken: Broken, message: str
         (run_flags, Broken.SHUFFLE_FOR_BARRIER),
         (run_relay, Broken.NO_WAIT_READ),
         (run_relay, Broken.NO_WAIT),
+        (run_counts, Broken.RELAXED_COUNT),
     ],
 )
 def test_broken_protocol_fails_under_some_seed(run: Run, broken: Broken) -> None:

@@ -105,7 +105,7 @@ def test_what_lies_outside_of_a_weight_is_an_error() -> None:
 
 
 BROKEN = {
-    "who prefetches is counted": ("push.cu", "(uint32_t)ctas - 1", "gridDim.x - 1"),
+    "who prefetches is counted": ("push.cu", "to_next_part(part, ctas)", "to_next_part(part, gridDim.x)"),
     "rows are shared out to who prefetches": ("prefetch.cuh", "return prefetch.row_ctas;", "return gridDim.x;"),
     "who prefetches has rows, too": ("prefetch.cuh", "  return true;\n#else", "  return false;\n#else"),
     "all CTAs ask for the same": ("prefetch.cuh", "cta = blockIdx.x - prefetch.row_ctas", "cta = 0"),

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from machine_code import dump, resources
+from machine_code import check_end, dump, resources
+from machine_code import instructions as machine_instructions
 from test_cuda_kernels import BF16, FP8, FP16, FP32, instructions, request, sass_accesses
 
 from tw_compile.kernels.algorithms.host.host_rows import HostRows, shape_for, stage_budget
@@ -73,6 +74,14 @@ def test_words_are_read_and_written_whole(monkeypatch: pytest.MonkeyPatch, tmp_p
     of_words = [name for name in instructions(program.ptx()) if "sys" in name]
     assert set(of_words) == {"ld.relaxed.sys.global.v2.b64", "st.relaxed.sys.global.v2.b64"}
     assert not re.search("fence|membar", program.ptx()), "nothing waits for memory"
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
+def test_words_wait_for_no_memory_at_their_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capability: tuple[int, int]
+) -> None:
+    asked = request(4096, residual_out="replicated", residual_dtype=BF16)
+    check_end(machine_instructions(program_of("words", asked, 2, monkeypatch, capability).cubin(), tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["one_shot", "two_shot"])

@@ -21,9 +21,9 @@
 // in turn. So a call ends if on every rank at least one of its CTAs can run at a time. The state lives in device memory, so
 // graph replays and launches of other shapes may follow each other.
 //
-// CTAs count the call together: each adds 1 to the state, and CTA 0 adds what the others leave out of 2^32. So the upper half is
-// the number of calls before, until all CTAs have added. They add when all their threads have read it, early, and relaxed: see
-// push.cu.
+// All CTAs together count the call: each adds 1 to the state, and CTA 0 also adds what is left of 2^32. So until the last CTA
+// has added, the upper half is the number of calls before this one. A CTA adds when all its threads have read that. push.cu
+// says why it may add early, and without a release.
 //
 // Set by definitions, beside those of row.cuh and EPILOGUE: WORLD_SIZE, THREADS, RESIDUAL_SHARDED (0), RESIDUAL_OUT,
 // SPIN_LIMIT, PREFETCH, AT_ONCE (vectors of a row that a thread receives at a time), NAMES.
@@ -34,7 +34,7 @@
 #include "prefetch.cuh"
 
 struct HostWordsState {
-  uint64_t calls;  // upper half: calls before; lower half: CTAs of the running call that have read that, 0 between calls
+  uint64_t calls;  // upper half: calls that have ended; lower half: 0 between calls
 };
 
 struct HostWordsParams {

@@ -20,13 +20,14 @@
 // griddepcontrol.wait). Every rank needs something of every other rank in every call, as every rank adds to every row.
 // Two parts would not do: a peer may be one call ahead while this rank still clears.
 //
-// State. The CTAs of a launch read which part it receives in, and they move this state on to the next launch: each CTA adds 1 to
-// the state's phase, and CTA 0 adds what the others leave out. Only when all CTAs have added does the phase name the next part;
-// until then it names this launch's (part_of). So no CTA needs to know whether it is the last one. A CTA adds once, when all its
-// threads have what they need of the state in registers (barrier_sync_with). What it adds depends on what they have loaded, so a
-// relaxed addition is enough: it hands over nothing else. Only the next launch reads the new state. It waits for the end of this
-// launch first, so the state may move on early. A CTA adds when its first rows are on their way, and waits for nothing there. An
-// addition at its end would be waited for by the next kernel, and so would a release, for all stores of the CTA.
+// State. All threads read from the state's phase which part a launch receives in. All its CTAs together move the phase on to
+// the next part. Each CTA adds 1, once, and CTA 0 also adds what is left of the way. The phase says the launch's own part
+// until the last CTA has added (part_of), so no CTA needs to know whether it is the last. A CTA adds when all its threads have
+// in registers what they need of the state (barrier_sync_with). The number that it adds depends on what they have loaded, so
+// the loads come first without a release. A release would wait for the CTA's stores to peers, and the addition hands nothing
+// else over. Only the next launch reads the new phase. It does so when this launch has ended (kernel boundary, or
+// griddepcontrol.wait), which makes all additions visible to it. So CTAs may add early. They do when their first rows are on
+// their way, and go on at once. If they added at their end, the next kernel would wait for that.
 //
 // A call may be several launches, one for each range of local rows, so that inboxes of a message's size are not needed.
 //
@@ -58,9 +59,10 @@
 #include "fed.cuh"
 #endif
 
+inline constexpr uint32_t PARTS = 3;  // of an inbox
 struct PushState {
-  uint32_t phase;    // ONE_PART times the part that the next call receives in. During a call: see part_of
-  uint32_t used[3];  // 16-byte units that the latest call in each part has used
+  uint32_t phase;        // ONE_PART times the part that the next call receives in. During a call: see part_of
+  uint32_t used[PARTS];  // 16-byte units that the latest call in each part has used
 };
 
 struct PushParams {
@@ -118,12 +120,13 @@ inline constexpr uint32_t TURN_BYTES =
 // 16-byte vectors of each thread.
 inline constexpr uint32_t CLEARED_A_TURN = (TURN_BYTES + ROW_THREADS * 16 - 1) / (ROW_THREADS * 16);
 
-// How phases of the state name parts. In a call of part k they begin with k * ONE_PART. They are that much or up to the number of
-// CTAs more before CTA 0 has added, and less than that number below the next part's afterwards. Below part 0's is below 2^32.
+// A call in part k finds the phase k * ONE_PART. What the CTAs add makes it the phase of the next part. Until CTA 0 adds, the
+// phase grows by the CTAs that have added. From then on it lacks the CTAs that have not. A phase that lacks some of part 0's
+// is just below 2^32, so it still says the last part.
 inline constexpr uint32_t ONE_PART = 1 << 16;  // more than a grid has CTAs
-DEVICE uint32_t part_of(uint32_t phase) { return smaller(phase / ONE_PART, 2); }
+DEVICE uint32_t part_of(uint32_t phase) { return smaller(phase / ONE_PART, PARTS - 1); }
 // What CTA 0 of `ctas` adds besides the 1 that each CTA adds.
-DEVICE uint32_t to_next_part(uint32_t part, int ctas) { return (part == 2 ? -2 : 1) * ONE_PART - ctas; }
+DEVICE uint32_t to_next_part(uint32_t part, int ctas) { return (part == PARTS - 1 ? 1 - PARTS : 1) * ONE_PART - ctas; }
 
 // Peer number `step` (0 .. PEERS-1) after `rank`; a row from there lies in section `step` of this rank's inbox, and this
 // rank's rows lie in section `PEERS - 1 - step` of that peer's.
@@ -287,7 +290,7 @@ KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
   uint8_t* const own_inbox = p.inboxes[rank];
   uint8_t* peer_inbox[PEERS];
   for (int step = 0; step < PEERS; ++step) peer_inbox[step] = p.inboxes[peer_after(rank, step)];
-  uint32_t state[4];  // phase and used, in one load, behind loads of which none waits for it
+  uint32_t state[4];  // phase and used: one load, because a second one would wait for the first
   load_global(state, p.state);
   Call call{p, thread, (p.tokens + WORLD_SIZE - 1) / WORLD_SIZE, part_of(state[0])};
   const int per_rank = call.per_rank;
@@ -361,8 +364,11 @@ KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
   };
 
   // Each thread clears up to `count` more 16-byte vectors of what the call before this one has read.
-  const uint32_t previous = call.part == 0 ? 2 : call.part - 1;
-  const uint32_t used = call.part == 0 ? state[3] : call.part == 1 ? state[1] : state[2];
+  const uint32_t previous = call.part == 0 ? PARTS - 1 : call.part - 1;
+  uint32_t used = 0;
+#pragma unroll
+  for (uint32_t i = 0; i < PARTS; ++i)
+    if (previous == i) used = state[1 + i];
   uint32_t unit = blockIdx.x * THREADS + threadIdx.x;
   const auto clear = [&](uint32_t count) {
     const uint32_t cleared[4] = {NOT_ARRIVED, NOT_ARRIVED, NOT_ARRIVED, NOT_ARRIVED};
@@ -370,8 +376,8 @@ KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
       store_global(own_inbox + previous * p.part_bytes + unit * 16ull, cleared);
   };
 
-  // Moves the state on, as far as it is this CTA's part. The rest of the state is for CTA 0 to write. The GEMM of the call before
-  // has ended, so what is fed may be numbered now, too.
+  // This CTA's share of moving the state on. CTA 0 also writes what only later launches read. The GEMM behind this launch has
+  // not started, and the one behind the launch before has ended, so CTA 0 may number the fed call now, too.
   const auto move_on = [&] {
     warp_sync();
     const uint32_t one = barrier_sync_with(0, THREADS, used);
