@@ -86,30 +86,35 @@ DEVICE Eight<T> received(const InCodes<BITS, WIDTH>& piece, int part = 0) {
   return eight;
 }
 
-// Adds up one vector of all ranks in rank order. This rank's vector `own` is added as it is, in this rank's place. got[i] has
-// come from rank_of(i).
+// Adds up one vector of all ranks in rank order. This rank's vector `own` is added as it is, in this rank's place. `others` are
+// the peers' in rank order. No sum has to start from 0: no value of decode is -0.0, and the first two of a sum have one of these.
+template <int PEERS, typename T, int BITS>
+DEVICE void add_in_rank_order(float (&h)[8], const Eight<T>& own, const InCodes<BITS> (&others)[PEERS], int rank) {
+  const int place = larger(rank, 1);  // the order of the first two makes no difference
+  decode(h, others[0]);
+#pragma unroll
+  for (int i = 1; i <= PEERS; ++i) {
+    if (PEERS == 1 || place == i) add(h, own);
+    if (i == PEERS) break;
+    float values[8];
+    decode(values, others[i]);
+    for (int j = 0; j < 8; ++j) h[j] += values[j];
+  }
+}
+// The same, if got[i] has come from rank_of(i). Registers can't be indexed by a number that is known only at run time, so peers
+// are selected.
 template <int PEERS, typename T, int BITS, typename RankOf>
 DEVICE void add_in_rank_order(float (&h)[8], const Eight<T>& own, const InCodes<BITS> (&got)[PEERS], int rank,
                               RankOf rank_of) {
-  float exact[8];
-  unpack(own, exact);
-  float values[8];
-  if constexpr (PEERS == 1) {  // the order of two makes no difference, and no sum with what decode gives is -0.0
-    decode(values, got[0]);
-    for (int i = 0; i < 8; ++i) h[i] = exact[i] + values[i];
-  } else {
-    for (int i = 0; i < 8; ++i) h[i] = 0.0f;
+  InCodes<BITS> others[PEERS];
 #pragma unroll
-    for (int source = 0; source <= PEERS; ++source) {
-      // Registers can't be indexed by a number that is known only at run time, so the peer is selected.
-      InCodes<BITS> piece = got[0];
+  for (int place = 0; place < PEERS; ++place) {
+    others[place] = got[0];
 #pragma unroll
-      for (int i = 1; i < PEERS; ++i)
-        if (rank_of(i) == source) piece = got[i];
-      decode(values, piece);
-      for (int i = 0; i < 8; ++i) h[i] += source == rank ? exact[i] : values[i];
-    }
+    for (int i = 1; i < PEERS; ++i)
+      if (rank_of(i) == place + (place >= rank)) others[place] = got[i];
   }
+  add_in_rank_order(h, own, others, rank);
 }
 
 // Where a thread's eight columns of a row in codes lie.

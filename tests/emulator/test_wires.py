@@ -241,10 +241,17 @@ def run_codes(source: Path, seed: int) -> None:
 
 
 def run_kernel(
-    source: Path, seed: int, *, make: Make, wire: str = "int6", hidden_size: int = 640, world_size: int = 3
+    source: Path,
+    seed: int,
+    *,
+    make: Make,
+    wire: str = "int6",
+    hidden_size: int = 640,
+    world_size: int = 3,
+    form: str = "whole",
 ) -> None:
     options = {"sources": source.parent, "resident": 2 + seed % 5, "stall_limit": 20_000}
-    machine = make(world_size, hidden_size, FORMS["whole"].on(wire), seed, **options)
+    machine = make(world_size, hidden_size, FORMS[form].on(wire), seed, **options)
     for tokens in (3, 1, 7, 2, 5):
         machine.call(tokens, 2)
     machine.run()
@@ -253,6 +260,8 @@ def run_kernel(
 CODES = Path(__file__).with_name("codes.cu")
 PUSH, HOST = ALGORITHMS / "push" / "push.cu", ALGORITHMS / "host" / "host_rows.cu"
 RUN_PUSH, RUN_HOST = partial(run_kernel, make=push), partial(run_kernel, make=host)
+IN_ORDER = partial(RUN_PUSH, form="fp32")
+"""With values of float32, whose sums show their order."""
 BROKEN: dict[str, tuple[Callable[[Path, int], None], Path, str, str, str]] = {
     "code 0x80 is allowed": (run_codes, CODES, "wire.cuh", "BITS == 8 ? 126 : 14;", "BITS == 8 ? 127 : 15;"),
     "scale rounded down": (
@@ -303,8 +312,8 @@ BROKEN: dict[str, tuple[Callable[[Path, int], None], Path, str, str, str]] = {
         partial(RUN_PUSH, world_size=2),
         PUSH,
         "wire.cuh",
-        "h[i] = exact[i] + values[i]",
-        "h[i] = values[i]",
+        "if (PEERS == 1 || place == i) add(h, own);",
+        "",
     ),
     "a word speaks for its codes": (
         partial(RUN_PUSH, wire="int8"),
@@ -331,10 +340,18 @@ BROKEN: dict[str, tuple[Callable[[Path, int], None], Path, str, str, str]] = {
         RUN_PUSH,
         PUSH,
         "wire.cuh",
-        "source == rank ? exact[i] : values[i]",
-        "values[i]",
+        "add(h, own)",
+        "add(h, received<T>(others[0]))",
     ),
-    "its own part at the begin": (RUN_PUSH, PUSH, "wire.cuh", "source == rank ? exact", "source == 0 ? exact"),
+    "its own part near the begin": (IN_ORDER, PUSH, "wire.cuh", "place == i", "i == 1"),
+    "peers by their distance": (IN_ORDER, PUSH, "wire.cuh", "rank_of(i) == place + (place >= rank)", "i == place"),
+    "host: one peer stands for others": (
+        RUN_HOST,
+        HOST,
+        "host_rows.cu",
+        "(peer < p.rank ? PEERS : 0)",
+        "(p.rank - peer)",
+    ),
     "its own part through codes": (
         RUN_PUSH,
         PUSH,
@@ -390,8 +407,8 @@ BROKEN: dict[str, tuple[Callable[[Path, int], None], Path, str, str, str]] = {
         RUN_HOST,
         HOST,
         "host_rows.cu",
-        "Sent::each(thread, [&](int v, uint32_t column) { store(SumRow::at",
-        "Sent::each_with<true>(thread, [&](int v, uint32_t column, bool) { store(SumRow::at",
+        "Sent::each(thread, [&](int v, Column column) { store(SumRow::at",
+        "Sent::each_with<true>(thread, [&](int v, Column column, bool) { store(SumRow::at",
     ),
     "the extremes of the first vector for all": (
         partial(RUN_HOST, wire="int8", hidden_size=1024),

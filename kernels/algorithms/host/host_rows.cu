@@ -254,8 +254,9 @@ struct Worker {
     }
   }
 
-  // Where this rank's rows of a turn lie in the outbox of a peer.
-  DEVICE const SumRow::Element* row_from(int step, int turn) const {
+  // Where this rank's rows of a turn lie in the outbox of peer number `peer` in rank order.
+  DEVICE const SumRow::Element* row_from(int peer, int turn) const {
+    const int step = PEERS == 1 ? 0 : peer - p.rank + (peer < p.rank ? PEERS : 0);
     return sent_row(peer_after(p.rank, step), ONE_SHOT ? 0 : PEERS - 1 - step, turn);
   }
 
@@ -295,9 +296,9 @@ struct Worker {
       if (turn < cta.turns) {
         cta.await(SENT, turn + 1, known[SENT]);
         if (computes(turn))
-          for (int step = 0; step < PEERS; ++step) {
-            const SumRow::Element* const from = row_from(step, turn);
-            Row::each(thread, [&](int v, Column column) { ask_vector(SumRow::at(from, column), staged(turn, step, v, 0, SUM_BYTES)); });
+          for (int peer = 0; peer < PEERS; ++peer) {
+            const SumRow::Element* const from = row_from(peer, turn);
+            Row::each(thread, [&](int v, Column column) { ask_vector(SumRow::at(from, column), staged(turn, peer, v, 0, SUM_BYTES)); });
           }
       }
       if constexpr (!ONE_SHOT) {
@@ -341,30 +342,26 @@ struct Worker {
   DEVICE void add_up(float (&h)[8], int turn, int v, Column column, const Eight<X_TYPE>& own) const {
     SumRow::Piece got[PEERS];
 #pragma unroll
-    for (int step = 0; step < PEERS; ++step) {
+    for (int peer = 0; peer < PEERS; ++peer) {
       if constexpr (DEPTH > 0)
-        get_vector(got[step], staged(turn, step, v, 0, SUM_BYTES));
+        get_vector(got[peer], staged(turn, peer, v, 0, SUM_BYTES));
       else
-        load_strong(got[step], SumRow::at(row_from(step, turn), column));
+        load_strong(got[peer], SumRow::at(row_from(peer, turn), column));
     }
     add_up(h, own, got);
   }
   template <typename T, int BITS>
   DEVICE void add_up(float (&h)[8], const Eight<T>& own, const InCodes<BITS> (&got)[PEERS]) const {
-    const int rank = p.rank;
-    add_in_rank_order(h, own, got, rank, [=](int step) { return peer_after(rank, step); });
+    add_in_rank_order(h, own, got, p.rank);
   }
   template <typename T>
   DEVICE void add_up(float (&h)[8], const Eight<T>& own, const Eight<T> (&got)[PEERS]) const {
+    const int place = larger(p.rank, 1);  // the order of the first two makes no difference
     for (int i = 0; i < 8; ++i) h[i] = 0.0f;
 #pragma unroll
-    for (int source = 0; source < WORLD_SIZE; ++source) {
-      // Registers can't be indexed by a number that is known only at run time, so the peer is selected.
-      Eight<T> eight = own;
-#pragma unroll
-      for (int step = 0; step < PEERS; ++step)
-        if (peer_after(p.rank, step) == source) eight = got[step];
-      add(h, eight);
+    for (int i = 0; i <= PEERS; ++i) {
+      if (i > 0 && (PEERS == 1 || place == i)) add(h, own);
+      if (i < PEERS) add(h, got[i]);
     }
   }
 
@@ -420,7 +417,7 @@ struct Worker {
       if constexpr (!EARLY) weight = kept_weight;
       // Some row if none is computed, as in load_sent.
       own.fetch(p.x + (computed ? row : 0) * HIDDEN, thread);
-      residual.fetch(p.residual + (computed ? RESIDUAL_SHARDED ? local : row : 0) * HIDDEN, thread);
+      residual.fetch(p.residual + (computed ? (RESIDUAL_SHARDED ? local : row) : 0) * HIDDEN, thread);
       if (turn < turns) send(turn);
       float h[VECTORS][8];
       if constexpr (DEPTH > 0) {
