@@ -106,8 +106,8 @@ DEVICE void store_strong(T* address, Eight<T> eight) {
   for_pieces(eight, [=](auto& words, int offset) { store_relaxed_sys((uint8_t*)address + offset, words); });
 }
 
-// The column that one of a thread's vectors begins with. The parts are apart so that the addresses of its vectors differ by what
-// the compiler knows.
+// The column that one of a thread's vectors begins with. Its two parts are kept apart, so that the addresses of a thread's
+// vectors differ by numbers that the compiler knows.
 struct Column {
   uint32_t of_thread, further;
   DEVICE operator uint32_t() const { return of_thread + further; }

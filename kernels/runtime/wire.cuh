@@ -1,7 +1,7 @@
 // How rows travel to other ranks: as they are, or in codes of few bits. Codes equal those of collective/codes.py bit for bit.
 //
 // A row in codes has its codes in the order of the columns, then a 32-bit word for each group of columns. The word has the
-// scale (bf16) in the upper half and the offset (bf16) in the lower half. A thread has eight columns, so a group lies in
+// scale (bf16) in the upper half and the offset (bf16) in the lower half. A thread has eight or 16 columns, so a group lies in
 // neighbouring lanes of a warp. These lanes agree on scale and offset, and the first of them stores the group's word.
 //
 // No word of a row in codes is NOT_ARRIVED (elements.cuh). A code q from 0 to LEVELS is stored as q - LEVELS / 2, so no code
@@ -56,8 +56,8 @@ DEVICE bool arrived(const InCodes<BITS>& piece) {
   for (uint32_t word : piece.codes) all = all && word != NOT_ARRIVED;
   return all;
 }
-// The eight columns of `piece` from column 8 * part on. No value is -0.0: the offset never is, and a sum is -0.0 only if both of
-// its parts are.
+// The eight columns of `piece` from column 8 * part on. No value is -0.0: the offset never is, and a sum is -0.0 only if both
+// of its parts are.
 template <int BITS, int WIDTH>
 DEVICE void decode(float (&values)[8], const InCodes<BITS, WIDTH>& piece, int part = 0) {
   using In = InCodes<BITS, WIDTH>;
@@ -87,7 +87,7 @@ DEVICE Eight<T> received(const InCodes<BITS, WIDTH>& piece, int part = 0) {
 }
 
 // Adds up one vector of all ranks in rank order. This rank's vector `own` is added as it is, in this rank's place. `others` are
-// the peers' in rank order. No sum has to start from 0: no value of decode is -0.0, and the first two of a sum have one of these.
+// the peers' in rank order. No sum has to start from 0: decode gives no -0.0, so the first two numbers are not both -0.0.
 template <int PEERS, typename T, int BITS>
 DEVICE void add_in_rank_order(float (&h)[8], const Eight<T>& own, const InCodes<BITS> (&others)[PEERS], int rank) {
   const int place = larger(rank, 1);  // the order of the first two makes no difference
@@ -225,9 +225,10 @@ struct Codes {
   // 1 / LEVELS, rounded down.
   static constexpr float INVERSE_LEVELS = BITS == 8 ? 0.00393700786f : 0.0714285671f;
 
-  // ABOVE - q for eight columns, with ABOVE in the last bits of FROM. Every step rounds monotonically, so a quotient is at least
-  // 0 and less than LEVELS + 1/2: no clamp is needed. FROM - quotient is rounded to the nearest integer, ties to even, as FROM
-  // is even. Stored codes are q - LEVELS / 2: those are the flipped bits of LEVELS / 2 - 1 - q.
+  // FROM - q for eight columns; the last bits of FROM are ABOVE. Every step rounds monotonically, so a quotient is at least 0
+  // and less than LEVELS + 1/2: no clamp is needed. FROM - quotient is rounded to the nearest integer. Ties go to even numbers,
+  // and FROM is even, so q is what the definition rounds to. Stored codes are q - LEVELS / 2: those are the flipped bits of
+  // LEVELS / 2 - 1 - q.
   static constexpr int ABOVE = BITS == 8 ? 126 : 14;  // no code of 4 bits may borrow from the next one
   static constexpr float FROM = 12582912.0f + ABOVE;
   template <typename T>
@@ -302,9 +303,10 @@ struct Codes {
   }
   static DEVICE InRow<Codes> at(const uint8_t* row, Column column) {
     if (column.further % COLUMNS != 0) return at(row, (uint32_t)column);
-    const InRow<Codes> first = at(row, column.of_thread);
-    const uint32_t further = column.further;
-    return {settled(first.codes) + further * BITS / 8, settled(first.word) + further / COLUMNS * 4, first.first_of_group};
+    const uint32_t first = column.of_thread, further = column.further;
+    uint8_t* const codes = settled((uint8_t*)row + first * BITS / 8);
+    uint8_t* const word = settled((uint8_t*)row + first / COLUMNS * 4);
+    return {codes + further * BITS / 8, word + (WORDS_OFFSET + further / COLUMNS * 4), first % COLUMNS == 0};
   }
 };
 

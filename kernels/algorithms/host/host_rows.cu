@@ -84,14 +84,14 @@ static_assert(ONE_SHOT ? BEHIND == 0 : BEHIND > DEPTH && RESULT_RING > BEHIND, "
 
 using Row = RowPart<THREADS>;
 inline constexpr int VECTORS = Row::VECTORS;
-// Where no row is added up, a thread may have twice as many neighbouring columns in codes. Then a group is in half as many lanes,
-// so it takes fewer instructions.
+// Where no row is added up, a thread may have twice as many neighbouring columns in codes. Then a group is in half as many
+// lanes, so it takes fewer instructions.
 constexpr int width(bool coded) { return coded && VECTORS % 2 == 0 ? 16 : 8; }
 using Sent = RowPart<THREADS, width(SumRow::CODED)>;
 using Taken = RowPart<THREADS, width(ResultRow::CODED && SCALE_COLUMNS == 0)>;
 inline constexpr int STEPS = ONE_SHOT ? 1 : WORLD_SIZE - 1;  // rows that a turn sends
-// Whether a turn loads the row that the next turn sends first. Codes can't be computed before a row has come from memory, and all
-// warps would wait for that at once.
+// Whether a turn loads the row that the next turn sends first. Codes can't be computed before a row has come from memory, and
+// all warps would wait for that at once.
 inline constexpr bool EARLY = SumRow::CODED;
 inline constexpr int WARPS = THREADS / 32;  // of a row
 inline constexpr int WORKERS = GROUPS * THREADS;
@@ -221,12 +221,14 @@ struct Worker {
   DEVICE Worker(const Cta& cta, uint32_t worker)
       : cta(cta), p(cta.p), worker(worker), group(worker / THREADS), thread(worker % THREADS), known{} {}
 
-  DEVICE SumRow::Element* sent_row(int owner, int section, int turn) const {
-    return (SumRow::Element*)(cta.shared.halves[owner] + (turn % RING) * SENT_TURN) +
-           (section * GROUPS + group) * (uint64_t)SumRow::ROW;
+  // A half has a few megabytes, so distances in it have 32 bits. No turn that has a row is negative.
+  DEVICE SumRow::Element* sent_row(int owner, int section, uint32_t turn) const {
+    const uint32_t distance = turn % RING * (uint32_t)SENT_TURN + (section * GROUPS + group) * (uint32_t)X_ROW;
+    return (SumRow::Element*)(cta.shared.halves[owner] + distance);
   }
-  DEVICE uint8_t* computed_row(int owner, int turn) const {
-    return cta.shared.halves[owner] + COMPUTED_OFFSET + (turn % RESULT_RING) * COMPUTED_TURN + group * (HIDDEN_ROW + KEPT_ROW);
+  DEVICE uint8_t* computed_row(int owner, uint32_t turn) const {
+    const uint32_t ring = turn % RESULT_RING * (uint32_t)COMPUTED_TURN;
+    return cta.shared.halves[owner] + (ring + group * (uint32_t)(HIDDEN_ROW + KEPT_ROW) + (uint32_t)COMPUTED_OFFSET);
   }
 
   // Whether a turn has a row for the peer of that step, or for all peers (one-shot).
@@ -260,8 +262,8 @@ struct Worker {
     return sent_row(peer_after(p.rank, step), ONE_SHOT ? 0 : PEERS - 1 - step, turn);
   }
 
-  // Where the threads' bytes of a vector lie in the stage of turn number `turn`, behind `before` bytes of each thread's vectors.
-  DEVICE uint8_t* staged(int turn, int step, int v, int before, int bytes) const {
+  // Where the threads' bytes of a vector lie in the stage of a turn, behind `before` bytes of each thread's vectors.
+  DEVICE uint8_t* staged(uint32_t turn, int step, int v, int before, int bytes) const {
     uint8_t* const stage = cta.stages + turn % (DEPTH > 0 ? DEPTH : 1) * STAGE_BYTES + PEERS * VECTORS * WORKERS * before;
     return stage + (step * VECTORS + v) * WORKERS * bytes;
   }
@@ -298,7 +300,9 @@ struct Worker {
         if (computes(turn))
           for (int peer = 0; peer < PEERS; ++peer) {
             const SumRow::Element* const from = row_from(peer, turn);
-            Row::each(thread, [&](int v, Column column) { ask_vector(SumRow::at(from, column), staged(turn, peer, v, 0, SUM_BYTES)); });
+            Row::each(thread, [&](int v, Column column) {
+              ask_vector(SumRow::at(from, column), staged(turn, peer, v, 0, SUM_BYTES));
+            });
           }
       }
       if constexpr (!ONE_SHOT) {
