@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from machine_code import dump, resources
+from machine_code import dump, instructions, resources
 from test_cuda_kernels import BF16, FP8, FP16, FP32, request, sass_accesses
 
 from tw_compile.kernels.algorithms.host.host_rows import HostRows, shape_for, stage_budget
@@ -48,7 +48,7 @@ def test_compiles_for_every_architecture_without_local_memory(
     """Rows of two ranks stay in registers, with as many threads of a CTA as there can be."""
     asked = on(wire, request(8192, cast=BF16, residual_out="sharded"))
     used = resources(program_of(kind, asked, 2, capability, monkeypatch).cubin(), tmp_path)
-    assert used["LOCAL"] == 0 and used["STACK"] <= (32 if kind == "host_rows" else 0)
+    assert used["LOCAL"] == 0 and used["STACK"] == 0
     assert kind == "host_rows" or (threads_for(8192, 2) == 1024 and used["REG"] <= 64)
 
 
@@ -88,6 +88,17 @@ def test_words_in_codes_are_read_and_written_whole(monkeypatch: pytest.MonkeyPat
     strong = {access for access in accesses if "STRONG.SYS" in access}
     kinds = ("LDG.E.64", "LDG.E", "STG.E.64", "STG.E")  # of eight columns in 8 and in 4 bits, and of their words
     assert strong == {f"{kind}.STRONG.SYS" for kind in kinds}
+
+
+@pytest.mark.parametrize(("hidden_size", "world_size", "most"), [(4096, 2, 1360), (8192, 2, 1450), (4096, 4, 2060)])
+def test_host_rows_have_few_instructions(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hidden_size: int, world_size: int, most: int
+) -> None:
+    """They limit calls on few SMs. No value lies in local memory."""
+    asked = on("int8", request(hidden_size, cast=BF16, residual_out="sharded"))
+    cubin = program_of("host_rows", asked, world_size, (9, 0), monkeypatch).cubin()
+    assert resources(cubin, tmp_path)["STACK"] == 0
+    assert len(instructions(cubin, tmp_path)) <= most
 
 
 @pytest.mark.parametrize("hidden_size", [2048, 4096, 8192])
