@@ -293,7 +293,7 @@ ELEMENTS: dict[str, tuple[Run, str, str]] = {
 
 ROW: dict[str, tuple[Run, str, str]] = {
     "adds partial sums that are not there yet": (ONE_SHOT, "  barrier_sync(barrier, WARPS * 32);\n", ""),
-    "reads past the end of a row": (ONE_SHOT, "ROW_VECTORS % GROUP == 0", "true"),
+    "reads past the end of a row": (ONE_SHOT, "OF_ROW % GROUP == 0", "true"),
 }
 
 BROKEN = {
