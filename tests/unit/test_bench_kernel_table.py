@@ -28,7 +28,7 @@ def test_what_a_node_without_tables_uses_stays_unless_another_kernel_is_faster_b
     rows = []
     for nbytes, us in ((2**21, 84.0), (2**23, 250.0), (2**26, 1750.0)):
         one_shot = of_one_shot if nbytes > 2**23 else 1.0
-        rows += [timed("host_one_shot", 8, nbytes, us * one_shot), timed("host_two_shot", 16, nbytes, us)]
+        rows += [timed("host_one_shot", 8, nbytes, us * one_shot), timed("host_two_shot", 8, nbytes, us)]
     run = KernelRun(2, "A GPU", Source("here", "default", ("a run",)), tuple(rows))
     decided = decide([run], shipped_gate("generic"))
     assert step_for(decided.steps, 2**24).algorithm == kernel  # type: ignore[union-attr]

@@ -101,7 +101,7 @@ def test_a_node_without_peer_access_says_so_and_what_runs(node: Any) -> None:
     node(NONE)
     found = report()
     plan = of_two(found)
-    steps = "host_words (32 CTAs) to 1 MiB, host_one_shot (8 CTAs) to 8 MiB, host_two_shot (16 CTAs) beyond"
+    steps = "host_words (32 CTAs) to 1 MiB, host_one_shot (8 CTAs) to 8 MiB, host_two_shot (8 CTAs) beyond"
     kernels = f"{steps} (none measured for NVIDIA L4, 2 ranks)"
     assert (plan["transport"], plan["kernels"]) == ("host", kernels)
     assert plan["transport_why"] == "no peer access between the GPUs"
