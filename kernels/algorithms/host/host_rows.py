@@ -34,7 +34,8 @@ WORKERS = 512
 """Threads of a CTA that move rows, unless one row needs more threads."""
 MOST_RING = 12
 MOST_AHEAD_BYTES = 128 * 1024
-"""The most bytes of partial sums that a CTA sends ahead. What it sends before others can read it makes a call longer."""
+"""The most bytes of partial sums that a CTA sends ahead, but for one turn if two are loaded at a time. What it sends before
+others can read it makes a call longer."""
 MOST_RING_BYTES = 256 * 1024
 """The most bytes of partial sums in a ring. If turns are long, a ring has fewer turns, but at least two."""
 _HALVES = 2
@@ -118,19 +119,21 @@ def shape_for(request: Request, world_size: int, one_shot: bool, budget: int) ->
     hidden_size, coded = request.x.shape[1], request.wire != EXACT
     vectors = hidden_size // VECTOR
     each = max(-(-vectors // WORKERS), 1)
-    # Two vectors a thread are more rows a turn, and fewer turns. With more ranks a turn of exact rows is long enough without.
-    if each < 2 <= vectors // 32 and (coded or world_size == 2):
-        each = 2
+    # Two vectors a thread are more rows a turn, and fewer turns. With more ranks a turn of exact rows is long enough without,
+    # and two such turns are loaded at a time.
+    loaded = 1
+    if each < 2 <= vectors // 32:
+        each, loaded = (2, 1) if coded or world_size == 2 else (1, 2)
     threads = -(-vectors // (32 * each)) * 32
     groups = max(1, WORKERS // threads)
     row_bytes = travelling_bytes(hidden_size, request.x.dtype, WIRES[request.wire].sums)
     turn_bytes = (1 if one_shot else world_size - 1) * groups * row_bytes
     ring = min(max(MOST_RING_BYTES // turn_bytes, 2), MOST_RING)
-    # All turns fewer let the bus idle, and all turns more fill it with bytes that nobody can read yet. Polls wait behind these.
-    most_ahead = 4 if one_shot or coded else 5
-    ahead = max(1, min(most_ahead, MOST_AHEAD_BYTES // turn_bytes, ring - 1))
-    for depth in (1, 0):
-        behind, result_ring = (0, 1) if one_shot else (depth + ahead // 2 + 1, depth + ahead + 2)
+    # With fewer turns ahead the bus idles. More turns fill it with bytes that nobody can read yet, which loads wait behind.
+    most_ahead = min(4 if one_shot or coded else 5, MOST_AHEAD_BYTES // turn_bytes) + loaded - 1
+    ahead = max(1, min(most_ahead, ring - 1))
+    for depth in range(min(loaded, ahead), -1, -1):
+        behind, result_ring = (0, 1) if one_shot else (ahead // 2 + 2, depth + ahead + 2)
         shape = shape_of(request, world_size, one_shot, threads, groups, ring, ahead, depth, behind, result_ring)
         if shape.stage_bytes <= budget:
             break
