@@ -43,6 +43,7 @@ def check_end(code: Mapping[int, str]) -> None:
     text = text[text.index("ACQBULK") :]
     assert not [one for one in text if MEMORY_BARRIERS.search(one) or re.search(r"\bATOM", one)]
     (met,) = (at for at, one in enumerate(text) if "BAR.RED" in one)
+    assert re.search(r"BAR\.RED\S* .*, !?U?P\d$", text[met]), f"{text[met]}: waits for nothing that a thread has loaded"
     (answered,) = (at for at, one in enumerate(text) if "B2R.RESULT" in one)
     (added,) = (at for at, one in enumerate(text) if re.search(r"(?<!\.)\bRED", one))
     assert met < answered < added

@@ -54,10 +54,11 @@ def outside_pools(device: torch.device, function: Callable[[], T]) -> T:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """Where a rank runs."""
+    """Where a rank runs, and the compute capability of its GPU."""
 
     host: str
     device_uuid: str
+    capability: tuple[int, int]
 
 
 def _host_id() -> str:
@@ -95,6 +96,11 @@ def host_obstacle(facts: Sequence[RankFacts]) -> str | None:
     hosts = sorted({fact.host for fact in facts})
     if len(hosts) > 1:
         return f"the group spans {len(hosts)} hosts ({', '.join(hosts)})"
+    capabilities = sorted({fact.capability for fact in facts})
+    if len(capabilities) > 1:
+        # The shapes of kernels depend on it, and so does where a kernel puts its rows for the others.
+        named = ", ".join(f"{major}.{minor}" for major, minor in capabilities)
+        return f"the GPUs of the group have different compute capabilities ({named})"
     return sharing_obstacle(facts)
 
 
@@ -126,7 +132,8 @@ def _facts(group: dist.ProcessGroup, device: torch.device) -> tuple[int, list[st
     """This rank's CUDA ordinal, the devices it sees, and where all ranks run. Collective."""
     own = torch.cuda.current_device() if device.index is None else device.index
     visible = device_uuids()
-    return own, visible, gather(RankFacts(_host_id(), visible[own]), group)
+    facts = RankFacts(_host_id(), visible[own], torch.cuda.get_device_capability(own))
+    return own, visible, gather(facts, group)
 
 
 def host_group_obstacle(group: dist.ProcessGroup, device: torch.device) -> str | None:

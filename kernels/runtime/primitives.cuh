@@ -317,7 +317,16 @@ DEVICE uint32_t pack_bf16(float low, float high) { return round_bf16(low) | roun
 #endif
 DEVICE uint32_t pack_fp16(float low, float high) {
   uint32_t word;
+#if __CUDA_ARCH__ >= 800
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+#else
+  asm("{\n.reg .b16 first, second;\n"
+      "cvt.rn.f16.f32 first, %1;\n"
+      "cvt.rn.f16.f32 second, %2;\n"
+      "mov.b32 %0, {first, second};\n}"
+      : "=r"(word)
+      : "f"(low), "f"(high));
+#endif
   return word;
 }
 DEVICE float unpack_fp16(uint16_t bits) {

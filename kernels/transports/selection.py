@@ -91,6 +91,11 @@ def _at_most(entry: AlgorithmEntry, sms: int) -> Algorithm:
     return entry.make(min(sms, entry.most_sms) if entry.most_sms else sms)
 
 
+def _instead(entry: AlgorithmEntry, sms: int) -> Algorithm:
+    """An algorithm that no table chose, for messages that the chosen one can't serve: on ``sms`` SMs or its own number."""
+    return _at_most(entry, sms if entry.sms is None else min(sms, entry.sms))
+
+
 class Chooser(ABC):
     """Chooses the kernel of a request. The choice depends only on what all ranks share."""
 
@@ -144,7 +149,7 @@ class Selector(Chooser):
         self._of_whole: list[tuple[Algorithm, ...]] = []
         for step in steps:
             preferred = ALGORITHMS[step.algorithm]
-            second = () if preferred.instead is None else (_at_most(ALGORITHMS[preferred.instead], step.sms),)
+            second = () if preferred.instead is None else (_instead(ALGORITHMS[preferred.instead], step.sms),)
             self._candidates.append((preferred.make(step.sms), *second, last))
             first = (
                 () if preferred.two_whole is None or step.world_size != 2 else (ALGORITHMS[preferred.two_whole].make(),)

@@ -73,6 +73,11 @@ BROKEN_WORDS: dict[str, tuple[Run, str, str]] = {
 
 BROKEN_ROWS: dict[str, tuple[Run, str, str]] = {
     "announces what is not in memory yet": (ONE_SHOT, "      fence_sys();\n", ""),
+    "announces news that has come behind the fence": (
+        ONE_SHOT,
+        "      for (int i = 0; i < COUNTERS; ++i) done[i] = load_acquire_cta(&shared.done[i]);\n      fence_sys();\n",
+        "      fence_sys();\n      for (int i = 0; i < COUNTERS; ++i) done[i] = load_acquire_cta(&shared.done[i]);\n",
+    ),
     "announces before all threads have stored": (
         partial(run_rows, one_shot=True, hidden_size=264, threads=64),
         "      warp_sync();\n      barrier_sync(1, WORKERS);\n",

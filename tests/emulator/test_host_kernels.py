@@ -122,6 +122,9 @@ def test_words_of_a_call_with_the_same_name_are_erased(calls: int) -> None:
         (4, 72, {"groups": 1, "ring": 8, "ahead": 6, "depth": 4}, FORMS["fp32"]),
         (4, 136, {"groups": 1, "ring": 5, "ahead": 3, "depth": 2, "behind": 4}, LLAMA),
         (8, 72, {"groups": 1, "ring": 3, "ahead": 1, "depth": 1}, FORMS["fp8_whole"]),
+        # What shape_for gives most messages.
+        (2, 136, {"groups": 1, "ring": 12, "ahead": 5, "depth": 1, "behind": 4}, LLAMA),
+        (3, 136, {"groups": 1, "ring": 10, "ahead": 6, "depth": 2, "behind": 5}, LLAMA),
     ],
 )
 def test_calls_by_rows_follow_each_other(

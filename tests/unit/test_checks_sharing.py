@@ -15,7 +15,12 @@ from tw_compile.kernels.collective import p2p_group
 from tw_compile.kernels.collective.p2p_group import RankFacts, peer_obstacle
 
 ALLOW = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
-SHARING = [RankFacts("host", "a"), RankFacts("host", "b"), RankFacts("host", "a"), RankFacts("host", "b")]
+SHARING = [
+    RankFacts("host", "a", (9, 0)),
+    RankFacts("host", "b", (9, 0)),
+    RankFacts("host", "a", (9, 0)),
+    RankFacts("host", "b", (9, 0)),
+]
 
 
 @pytest.fixture
@@ -35,7 +40,7 @@ def test_only_the_decision_about_shared_gpus_is_lifted(restored: None) -> None:
     assert "share a GPU" in str(obstacle(SHARING))
     share_gpus()
     assert obstacle(SHARING) is None
-    assert "2 hosts" in str(obstacle([*SHARING, RankFacts("other", "a")]))
+    assert "2 hosts" in str(obstacle([*SHARING, RankFacts("other", "a", (9, 0))]))
     assert "no peer access to the GPU of rank 1" in str(obstacle(SHARING, access=False))
     assert "no atomics on the memory of rank 1" in str(obstacle(SHARING, atomics=False))
 

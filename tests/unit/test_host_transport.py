@@ -92,8 +92,13 @@ def test_which_kernel_serves_a_message_that_nobody_measured(
         feed_from=0,
     )
     state: Any = SimpleNamespace(world_size=world_size, rank=0)
-    chosen = Selector(default_steps("host", world_size), "host").choose(asked, state)
+    selector = Selector(default_steps("host", world_size), "host")
+    chosen = selector.choose(asked, state)
     assert chosen.name == name and chosen.sms(10**6, world_size) == sms
+    if not overlap_sms:
+        assert all(one.sms(10**6, world_size) == 8 for one in selector.candidates(asked)[1:]), (
+            "what serves in its place"
+        )
 
 
 def test_what_the_device_cannot_do_goes_through_nccl(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from tw_compile.kernels.transports.selection import Insist, Selector, Step
 WORLD_SIZE = 4
 DEVICE = torch.device("cpu")
 MIB = 2**20
-FACTS = [RankFacts("host boot", uuid) for uuid in ("a", "b")]
+FACTS = [RankFacts("host boot", uuid, (9, 0)) for uuid in ("a", "b")]
 
 
 def always(*_: int) -> bool:
@@ -43,7 +43,14 @@ def never(*_: int) -> bool:
     ("facts", "visible", "access", "atomics", "expected"),
     [
         (FACTS, ["a", "b"], always, always, None),
-        ([FACTS[0], RankFacts("other boot", "b")], ["a", "b"], always, always, "2 hosts"),
+        ([FACTS[0], RankFacts("other boot", "b", (9, 0))], ["a", "b"], always, always, "2 hosts"),
+        (
+            [FACTS[0], RankFacts("host boot", "b", (8, 9))],
+            ["a", "b"],
+            always,
+            always,
+            "compute capabilities (8.9, 9.0)",
+        ),
         ([FACTS[0], FACTS[0]], ["a", "b"], always, always, "share a GPU"),
         (FACTS, ["a"], always, always, "rank 1 is not visible"),
         (FACTS, ["a", "b"], never, always, "no peer access to the GPU of rank 1"),

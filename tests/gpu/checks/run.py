@@ -213,7 +213,7 @@ ON_REQUEST: dict[str, Check] = {
 
 def selected(only: str, shared_gpus: bool = False) -> list[str]:
     """Names of the checks that ``--only`` asks for, but for those that can't be made where ranks share GPUs."""
-    parts = only.split(",")
+    parts = [part for part in map(str.strip, only.split(",")) if part] or [""]
     here = [name for name in CHECKS if not (shared_gpus and name.startswith(NEED_NCCL))]
     by_default = [name for name in here if any(part in name for part in parts)]
     return by_default + [name for name in ON_REQUEST if any(part and name.startswith(part) for part in parts)]
