@@ -175,6 +175,7 @@ def test_first_use_heeds_the_switch(monkeypatch: pytest.MonkeyPatch, group: str)
     """Also where no graph was compiled by these facts, as in a benchmark of the transport alone."""
     made: list[int] = []
     monkeypatch.setattr(p2p_group, "device_uuids", lambda: ["a"])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(p2p_group.compat, "symm_mem_empty", lambda nbytes, device: made.append(nbytes))
     assert p2p_group.group_obstacle(dist.group.WORLD, torch.device("cuda", 0)) is None and len(made) == 1
     monkeypatch.setenv("TW_COMPILE_PEER_ACCESS", "0")
