@@ -89,7 +89,7 @@ inline constexpr int VECTORS = Row::VECTORS;
 constexpr int width(bool coded) { return coded && VECTORS % 2 == 0 ? 16 : 8; }
 using Sent = RowPart<THREADS, width(SumRow::CODED)>;
 using Taken = RowPart<THREADS, width(ResultRow::CODED && SCALE_COLUMNS == 0)>;
-inline constexpr int STEPS = ONE_SHOT ? 1 : WORLD_SIZE - 1;  // rows that a turn sends
+inline constexpr int STEPS = ONE_SHOT ? 1 : PEERS;  // rows that a turn sends
 // Whether a turn loads the row that the next turn sends first. Codes can't be computed before a row has come from memory, and
 // all warps would wait for that at once.
 inline constexpr bool EARLY = SumRow::CODED;
