@@ -121,6 +121,7 @@ def test_shapes_keep_ranks_from_waiting_for_each_other(hidden_size: int, one_sho
         (2, 8192, False, "exact", 1, 1, 5, 4),
         (2, 8192, False, "int8", 1, 1, 4, 4),
         (4, 4096, False, "exact", 1, 2, 6, 5),
+        (4, 4096, False, "int8", 1, 1, 4, 4),
         (4, 8192, False, "exact", 1, 1, 2, 3),
         (4, 8192, False, "int8", 1, 1, 4, 4),
     ],

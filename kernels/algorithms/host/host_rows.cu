@@ -93,6 +93,9 @@ inline constexpr int STEPS = ONE_SHOT ? 1 : PEERS;  // rows that a turn sends
 // Whether a turn loads the row that the next turn sends first. Codes can't be computed before a row has come from memory, and
 // all warps would wait for that at once.
 inline constexpr bool EARLY = SumRow::CODED;
+// Whether the other rows that a turn sends are loaded while the one before is encoded. Longer rows would need too many
+// registers.
+inline constexpr bool BESIDE = EARLY && VECTORS == 1;
 inline constexpr int WARPS = THREADS / 32;  // of a row
 inline constexpr int WORKERS = GROUPS * THREADS;
 inline constexpr int BLOCK = WORKERS + 64;
@@ -247,11 +250,14 @@ struct Worker {
   DEVICE void send(int turn) {
     if (turn >= RING) cta.await(READ, turn - RING + 1, known[READ]);
     for (int step = 0; step < STEPS; ++step) {
-      if (!EARLY || step > 0) load_sent(turn, step);
+      if (!EARLY || (!BESIDE && step > 0)) load_sent(turn, step);
+      Eight<X_TYPE> row[VECTORS];
+      for (int v = 0; v < VECTORS; ++v) row[v] = next[v];
+      if (BESIDE && step + 1 < STEPS) load_sent(turn, step + 1);
       if (!sends(turn, step)) continue;
       SumRow::Element* const to = sent_row(p.rank, step, turn);
       SumRow::PieceOf<Sent::WIDTH> pieces[Sent::VECTORS];
-      SumRow::encode(pieces, next);
+      SumRow::encode(pieces, row);
       Sent::each(thread, [&](int v, Column column) { store(SumRow::at(to, column), pieces[v]); });
     }
   }

@@ -119,11 +119,11 @@ def shape_for(request: Request, world_size: int, one_shot: bool, budget: int) ->
     hidden_size, coded = request.x.shape[1], request.wire != EXACT
     vectors = hidden_size // VECTOR
     each = max(-(-vectors // WORKERS), 1)
-    # Two vectors a thread are more rows a turn, and fewer turns. With more ranks a turn of exact rows is long enough without,
-    # and two such turns are loaded at a time.
+    # Two vectors a thread are more rows a turn, and fewer turns. With more ranks a turn is long enough without, and two turns
+    # of exact rows are loaded at a time.
     loaded = 1
     if each < 2 <= vectors // 32:
-        each, loaded = (2, 1) if coded or world_size == 2 else (1, 2)
+        each, loaded = (2, 1) if world_size == 2 else (1, 1 if coded else 2)
     threads = -(-vectors // (32 * each)) * 32
     groups = max(1, WORKERS // threads)
     row_bytes = travelling_bytes(hidden_size, request.x.dtype, WIRES[request.wire].sums)
