@@ -116,9 +116,7 @@ def test_shapes_keep_ranks_from_waiting_for_each_other(hidden_size: int, one_sho
 @pytest.mark.parametrize(
     ("world_size", "hidden_size", "one_shot", "wire", "groups", "depth", "ahead", "behind"),
     [
-        (2, 4096, True, "exact", 1, 1, 8, 0),
-        (2, 4096, False, "exact", 1, 1, 10, 7),
-        (2, 4096, False, "int8", 2, 1, 4, 4),
+        (2, 4096, True, "exact", 2, 1, 4, 0),
         (2, 8192, True, "exact", 1, 1, 4, 0),
         (2, 8192, False, "exact", 1, 1, 5, 4),
         (2, 8192, False, "int8", 1, 1, 4, 4),

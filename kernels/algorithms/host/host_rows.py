@@ -119,21 +119,18 @@ def shape_for(request: Request, world_size: int, one_shot: bool, budget: int) ->
     hidden_size, coded = request.x.shape[1], request.wire != EXACT
     vectors = hidden_size // VECTOR
     each = max(-(-vectors // WORKERS), 1)
-    # With fewer turns ahead the bus idles. More turns fill it with bytes that nobody can read yet, which loads wait behind.
-    loaded, most_ahead = 1, 4 if one_shot or coded else 5
+    # Two vectors a thread are more rows a turn, and fewer turns. With more ranks a turn is long enough without, and two turns
+    # of exact rows are loaded at a time.
+    loaded = 1
     if each < 2 <= vectors // 32:
-        if world_size > 2:
-            loaded = 1 if coded else 2
-        elif coded:
-            each = 2  # more rows a turn, and fewer turns
-        else:
-            most_ahead *= 2  # turns are half as long as with two vectors a thread
+        each, loaded = (2, 1) if world_size == 2 else (1, 1 if coded else 2)
     threads = -(-vectors // (32 * each)) * 32
     groups = max(1, WORKERS // threads)
     row_bytes = travelling_bytes(hidden_size, request.x.dtype, WIRES[request.wire].sums)
     turn_bytes = (1 if one_shot else world_size - 1) * groups * row_bytes
     ring = min(max(MOST_RING_BYTES // turn_bytes, 2), MOST_RING)
-    most_ahead = min(most_ahead, MOST_AHEAD_BYTES // turn_bytes) + loaded - 1
+    # With fewer turns ahead the bus idles. More turns fill it with bytes that nobody can read yet, which loads wait behind.
+    most_ahead = min(4 if one_shot or coded else 5, MOST_AHEAD_BYTES // turn_bytes) + loaded - 1
     ahead = max(1, min(most_ahead, ring - 1))
     for depth in range(min(loaded, ahead), -1, -1):
         behind, result_ring = (0, 1) if one_shot else (ahead // 2 + 2, depth + ahead + 2)
