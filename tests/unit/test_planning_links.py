@@ -48,11 +48,11 @@ def test_every_number_has_its_source_beside_it() -> None:
     ("transport", "hidden", "times"),
     [
         ("nccl", 8192, {16: 36, 64: 63, 256: 168, 1024: 591, 4096: 2315}),
-        ("host", 8192, {16: 18.1, 64: 51.7, 4096: 1741}),
+        ("host", 8192, {16: 18.1, 64: 48.5, 256: 127.4, 512: 230.7, 1024: 433.6, 4096: 1653, 16384: 6502}),
         (
             "host",
             4096,
-            {1: 5.7, 16: 11.7, 64: 28.4, 128: 49.3, 256: 77.8, 512: 130.6, 1024: 234.6, 2048: 436.8, 4096: 889},
+            {1: 5.7, 16: 11.7, 64: 28.4, 128: 47.1, 256: 75.9, 512: 128.5, 1024: 231.8},
         ),
     ],
 )
@@ -74,7 +74,7 @@ def test_calls_beside_compute_have_no_words() -> None:
     host = LINK.transport("host")
     assert link_us(host, 2**19, 2) == link_us(with_ways(host, "words"), 2**19, 2)
     alone = link_us(host, 2**19, 2, beside=True)
-    assert alone == link_us(with_ways(host, "one_shot"), 2**19, 2) > 1.2 * link_us(host, 2**19, 2)
+    assert alone == link_us(with_ways(host, "one_shot"), 2**19, 2) > 1.15 * link_us(host, 2**19, 2)
     assert beside_us(H100, host, 64, 4096, 2, host.sms) == host.contention * alone
 
 
@@ -229,7 +229,7 @@ def test_plan_names_link_transport_and_rates() -> None:
         app, ["plan", "--model", "llama-3.1-8b", "--tp", "2", "--tokens", "1024", "--transport", "host"]
     )
     assert "transport host" in shown.output
-    assert "two_shot 34 us and 41.5 GB/s each way" in " ".join(shown.output.split())
+    assert "two_shot 27 us and 41.2 GB/s each way" in " ".join(shown.output.split())
 
 
 @pytest.mark.parametrize(
