@@ -17,6 +17,7 @@ from pathlib import Path
 from weakref import WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 
 from tw_compile.agree import gather
 from tw_compile.kernels.collective.slot import GroupState, Shared, SlotMemory
@@ -97,14 +98,18 @@ class HostMemory(SlotMemory):
 
     def share(self, tensors: Mapping[str, torch.Tensor], state: GroupState) -> dict[str, Shared]:
         """See :class:`SlotMemory`. The device is current."""
+        return self.share_in(tensors, state.group, state.rank)
+
+    def share_in(self, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup, rank: int) -> dict[str, Shared]:
+        """The parts of all ranks of ``group``, in which this process is ``rank``. Collective. The device is current."""
         own = {name: (str(self._files[tensor.data_ptr()]), tensor.numel()) for name, tensor in tensors.items()}
         shared: dict[str, Shared] = {}
-        ranks: list[dict[str, tuple[str, int]]] = gather(own, state.group)
+        ranks: list[dict[str, tuple[str, int]]] = gather(own, group)
         try:
             for name, tensor in tensors.items():
                 parts = [
-                    tensor if rank == state.rank else _existing(Path(files[name][0]), files[name][1])
-                    for rank, files in enumerate(ranks)
+                    tensor if owner == rank else _existing(Path(files[name][0]), files[name][1])
+                    for owner, files in enumerate(ranks)
                 ]
                 addresses = [self.address(part) for part in parts]
                 shared[name] = Shared(parts, addresses)

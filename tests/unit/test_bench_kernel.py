@@ -79,6 +79,7 @@ def report_of(rows: list[Row], device: str = "cuda") -> dict[str, Any]:
         "rotate_from": MIB,
         "seed": 3,
         "link_gb_per_s": 370.0,
+        "through_host": False,
         "environment": {"NCCL_NVLS_ENABLE": "0"},
         "rows": [asdict(one) for one in rows],
         "versions": {"torch": "2.11.0", "triton": "3.6.0", "nccl": "2.28.9", "flashinfer": None, "commit": "unknown"}
@@ -217,6 +218,21 @@ def test_speedup_is_against_the_fastest_peer_of_that_size() -> None:
     assert rows["tw-p2p"].bus_gb_per_s == pytest.approx(1.5 * 16 * 8192 * 2 / 20e-6 / 1e9)
     bound = rows["two-shot-bound"].p50_us
     assert bound is not None and rows["tw-p2p"].share_of_bound == pytest.approx(bound / 20.0)
+
+
+def test_through_host_memory_the_bound_is_what_bare_copies_took() -> None:
+    ours, copies = row("tw-host", "ours", 20.0), row("host-copies", "bound", 15.0)
+    of_links = {one.label for one in complete([replace(ours)], MessageSize(16, 8192, "bfloat16"), SPEC)}
+    assert {"two-shot-bound", "one-shot-bound"} < of_links
+    size = MessageSize(16, 8192, "bfloat16")
+    found = complete([replace(ours), copies], size, SPEC, through_host=True)
+    assert [one.label for one in found] == ["tw-host", "host-copies"]
+    assert found[0].share_of_bound == 0.75 and found[1].share_of_bound is None
+    (alone,) = complete([replace(ours)], size, SPEC, through_host=True)
+    assert alone.share_of_bound is None and alone.bus_gb_per_s is not None
+    report = report_of(found) | {"through_host": True}
+    assert "bare copies" in printed(report) and "370 GB/s" not in printed(report)
+    assert "two-shot traffic at 370 GB/s" in printed(report | {"through_host": False})
 
 
 def test_who_fails_numerics_has_no_speedup_and_is_nobodys_best_peer() -> None:
@@ -377,7 +393,7 @@ def test_only_selects_by_label_and_names_what_there_is() -> None:
 def test_every_contender_of_gpus_says_what_it_does_not_serve() -> None:
     everyone = {one.label: one for one in contenders(replace(SPEC, tokens=(1, 16384)))}
     kinds = {kind: sum(one.kind == kind for one in everyone.values()) for kind in ("ours", "peer", "bound")}
-    assert kinds == {"ours": 17, "peer": 6, "bound": 1}
+    assert kinds == {"ours": 17, "peer": 6, "bound": 2}
 
     def obstacle(label: str, tokens: int) -> str | None:
         return everyone[label].obstacle(MessageSize(tokens, 8192, "bfloat16"), 4)

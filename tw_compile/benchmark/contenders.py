@@ -9,6 +9,7 @@ from tw_compile.benchmark.contender import Contender
 from tw_compile.benchmark.copy_engines import CopyEngines
 from tw_compile.benchmark.flashinfer_peers import FlashInfer
 from tw_compile.benchmark.gated import Gated
+from tw_compile.benchmark.host_copies import HostCopies
 from tw_compile.benchmark.ours import Operator
 from tw_compile.benchmark.peers import NoCommunication, SymmetricMemory, UnfusedAllReduce
 from tw_compile.benchmark.scattered import CollectiveAlone, ReduceScatterNormAllGather
@@ -24,6 +25,7 @@ OTHERS: dict[str, Callable[[str, BenchSpec], Contender]] = {
     labels.FLASHINFER_ONE_SHOT: lambda label, spec: FlashInfer(label, one_shot=True, most_tokens=max(spec.tokens)),
     labels.FLASHINFER_TWO_SHOT: lambda label, spec: FlashInfer(label, one_shot=False, most_tokens=max(spec.tokens)),
     labels.COPY_ENGINES: lambda label, spec: CopyEngines(),
+    labels.HOST_COPIES: lambda label, spec: HostCopies(),
     labels.NO_COMMUNICATION: lambda label, spec: NoCommunication(),
     labels.SCATTERED: lambda label, spec: ReduceScatterNormAllGather(),
     labels.ALL_REDUCE_ALONE: lambda label, spec: CollectiveAlone(label),

@@ -11,6 +11,7 @@ NCCL, GLOO = "nccl+norm", "gloo+norm"
 SYMM_ONE_SHOT, SYMM_TWO_SHOT = "symm-one-shot+norm", "symm-two-shot+norm"
 FLASHINFER_ONE_SHOT, FLASHINFER_TWO_SHOT = "flashinfer-one-shot", "flashinfer-two-shot"
 COPY_ENGINES = "copy-engines+norm"
+HOST_COPIES = "host-copies"
 NO_COMMUNICATION = "no-communication"
 SCATTERED = "nccl-reduce-scatter+norm+all-gather"
 ALL_REDUCE_ALONE = "nccl-all-reduce-alone"
@@ -24,6 +25,7 @@ ON_GPUS = (
     FLASHINFER_ONE_SHOT,
     FLASHINFER_TWO_SHOT,
     COPY_ENGINES,
+    HOST_COPIES,
     NO_COMMUNICATION,
 )
 IF_NAMED = (SCATTERED, ALL_REDUCE_ALONE, REDUCE_SCATTER_ALONE, ALL_GATHER_ALONE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tw_compile.benchmark.results import rows_of
+from tw_compile.benchmark.results import bound_of, rows_of
 from tw_compile.harness.plot import Panel, draw, times_panel
 
 
@@ -17,7 +17,7 @@ def plot(report: dict[str, Any], path: str) -> None:
         title = f"hidden {hidden}, {report['dtype']}"
         share = {
             "ylim": (0, 1),
-            "ylabel": f"share of the two-shot bound at {report['link_gb_per_s']:.0f} GB/s",
+            "ylabel": f"share of {bound_of(report)}",
         }
         # A contender that moves fewer bytes has another bound.
         shared = [row for row in own if row.gives_what_peers_give]

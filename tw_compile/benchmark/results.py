@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from tw_compile.benchmark.labels import HOST_COPIES
 from tw_compile.benchmark.spec import TWO_SHOT_BOUND, BenchSpec, MessageSize, bounds_us, bus_bytes
 from tw_compile.harness.rows import Outcome, best_peer, csv_of
 from tw_compile.kernels.collective.wires import EXACT
@@ -23,7 +24,8 @@ class Row:
         numerics: "ok", "failed", or "not checked" where the results were not compared.
         p50_us: Median microseconds a call, of the slowest rank; p20 and p80 likewise. None without a time.
         bus_gb_per_s: 2 (N-1)/N of the message's bytes divided by the median time.
-        share_of_bound: The links' two-shot time divided by the median time. It is the time of exact rows, whatever the wire.
+        share_of_bound: The bound divided by the median time. The bound is the links' two-shot time or, where rows go through
+            host memory, the time of bare copies of as many bytes. It is the time of exact rows, whatever the wire.
         speedup: The best peer's median time divided by this row's; ours only, where it gives what the peers give.
         best_peer: The label of that peer.
         algorithm: The kernel's name in tables of kernels; None where a table can't name it. ``max_sms``: SMs that it may have.
@@ -74,20 +76,23 @@ class Row:
         return not self.quantises and not self.gemm_columns and self.wire == EXACT and self.norm == "rms_norm"
 
 
-def complete(rows: list[Row], size: MessageSize, spec: BenchSpec) -> list[Row]:
-    """The rows of one size with everything that follows from their times, and, on GPUs, the computed bounds.
+def complete(rows: list[Row], size: MessageSize, spec: BenchSpec, through_host: bool = False) -> list[Row]:
+    """The rows of one size with everything that follows from their times, and, on GPUs with peer access, the computed bounds.
 
+    ``through_host``: the GPUs can't reach each other's memory. Then the bound is what bare copies took, if they took part.
     Times of gloo ranks on a CPU get no bandwidth, no share and no speed-up: they say nothing about speed.
     """
     if spec.device != "cuda":
         return rows
-    bounds = bounds_us(size.nbytes, spec.world_size)
+    bounds = {} if through_host else bounds_us(size.nbytes, spec.world_size)
+    copies = next((row.p50_us for row in rows if row.label == HOST_COPIES), None)
+    bound = copies if through_host else bounds[TWO_SHOT_BOUND]
     peer = best_peer(rows)
     for row in rows:
         if row.p50_us is None or row.kind == "bound":
             continue
         row.bus_gb_per_s = bus_bytes(size.nbytes, spec.world_size) / row.p50_us / 1e3
-        row.share_of_bound = bounds[TWO_SHOT_BOUND] / row.p50_us
+        row.share_of_bound = None if bound is None else bound / row.p50_us
         comparable = row.kind == "ours" and row.numerics == "ok" and row.gives_what_peers_give
         if comparable and peer is not None and peer.p50_us is not None:
             row.speedup, row.best_peer = peer.p50_us / row.p50_us, peer.label
@@ -108,6 +113,13 @@ def complete(rows: list[Row], size: MessageSize, spec: BenchSpec) -> list[Row]:
         )
         for label, us in bounds.items()
     ]
+
+
+def bound_of(report: dict[str, Any]) -> str:
+    """What ``share_of_bound`` is a share of, in words."""
+    if report["through_host"]:
+        return "bare copies of two-shot's bytes to and from host memory"
+    return f"two-shot traffic at {report['link_gb_per_s']:.0f} GB/s a direction"
 
 
 def rows_of(report: dict[str, Any]) -> list[Row]:

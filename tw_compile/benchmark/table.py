@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from tw_compile.benchmark.gated import LABEL, regret_line
-from tw_compile.benchmark.results import Row, rows_of
+from tw_compile.benchmark.results import Row, bound_of, rows_of
 from tw_compile.harness.table import ReportTable, mebibytes, number, times
 
 
@@ -21,7 +21,7 @@ class KernelTable(ReportTable[Row]):
     def method(self) -> str:
         return (
             f"{self.report['repeats']} replays of CUDA graphs of {self.report['calls']} calls; GB/s is bus bandwidth; the "
-            f"bound is two-shot traffic at {self.report['link_gb_per_s']:.0f} GB/s a direction"
+            f"bound is {bound_of(self.report)}"
         )
 
     def unit(self) -> str:

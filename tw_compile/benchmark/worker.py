@@ -37,6 +37,7 @@ from tw_compile.harness.problems import (
 from tw_compile.harness.ranks import Keep, Ranks, UnavailableError, one_line, work_as_rank
 from tw_compile.harness.rows import Outcome
 from tw_compile.kernels.collective.fields import RMS_NORM
+from tw_compile.kernels.collective.peer_access import peer_access_obstacle
 from tw_compile.kernels.collective.spec import row_range
 from tw_compile.kernels.collective.wires import EXACT, WIRES
 
@@ -59,13 +60,15 @@ def run_rank(
     cache_bytes = torch.cuda.get_device_properties(ranks.ctx.device).L2_cache_size if on_gpus else CPU_CACHE_BYTES
     everyone = take_part(spec)
     rows: list[dict[str, Any]] = []
-    result = {
+    result: dict[str, Any] = {
         "device_class": current_node().device_class if on_gpus else "generic",
         "cache_bytes": cache_bytes,
+        "through_host": on_gpus and ranks.agree(peer_access_obstacle(range(spec.world_size))) is not None,
         "rows": rows,
     }
     for size in spec.sizes():
-        rows += [asdict(row) for row in bench_size(spec, ranks, everyone, size, cache_bytes, progress)]
+        measured = bench_size(spec, ranks, everyone, size, cache_bytes, progress)
+        rows += [asdict(row) for row in complete(measured, size, spec, result["through_host"])]
         keep(result)
     return result
 
@@ -142,7 +145,7 @@ def bench_size(
         torch.cuda.empty_cache()
     if spec.device == "cuda":
         set_regret(rows)
-    return complete(rows, size, spec)
+    return rows
 
 
 def admit(
