@@ -3,19 +3,20 @@
     before:  start; wait_; q = mm(hidden, wq); k = mm(hidden, wk)   after:  start; q, k = fed_joint_mm(hidden, [wq, wk]); wait_
     before:  start; wait_; silu(mm(hidden, gate)) * mm(hidden, up)  after:  start; fed_gated_mm(hidden, gate, up); wait_
 
-Option ``feed_mm`` asks for it. A norm's result is fed only if all its readers are GEMMs that one kernel launch computes: any
-other reader would wait for all rows. If a result is not fed, the site records the named reason. These decisions, and so the
-form of each call's kernels, follow from the graph and the options, which all ranks share. No measurement of a single rank
-decides them.
+Option ``feed_mm`` allows it, and does so by default. A norm's result is fed only if all its readers are GEMMs that one kernel
+launch computes: any other reader would wait for all rows. If a result is not fed, the site records the named reason. These
+decisions, and so the form of each call's kernels, follow from the graph, the options, the group and the GPUs' compute
+capability, which all ranks share. No measurement of a single rank decides them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.fx as fx
 
 from tw_compile import compat
@@ -25,6 +26,7 @@ from tw_compile.kernels.collective.fed_mm import fed_gated_mm, fed_joint_mm
 from tw_compile.kernels.collective.transports import TRANSPORTS
 from tw_compile.kernels.collective.wires import EXACT
 from tw_compile.kernels.gemm.mm_leaving_sms import gated_mm_leaving_sms, joint_mm_leaving_sms
+from tw_compile.kernels.runtime.wgmma import CAPABILITY
 from tw_compile.passes import joint
 from tw_compile.passes.contract import Context, Outcome, Pass, TokenRange
 from tw_compile.passes.fusion.fuse import FusionDecisions
@@ -39,47 +41,83 @@ from tw_compile.report import Site
 FED_FROM_TOKENS = 4096
 """Shorter messages are not fed. On two H100 layers of 512 and 1024 tokens lost 10% and 4%, and one of 4096 gained 1.8%:
 GEMMs of few tokens wait for the other ranks' rows (``benchmarks/kernel-notes.md``, section 8)."""
+FED_UP_TO_RANKS = 2
+"""Larger groups are not fed. On four H100 layers of 4096 tokens gained 0.2%, and the rows need memory on each rank."""
 _FED: dict[Any, Any] = {joint_mm_leaving_sms: fed_joint_mm, gated_mm_leaving_sms: fed_gated_mm}
 
 
-def feed_gemms(
-    graph: fx.Graph, tokens: TokenRange | None, measure: Measure | None = None
-) -> dict[int, FeedRefused | None]:
-    """Feed the GEMMs that can be fed. The result says, by index of each fused site, why it is not fed; None: it is fed.
+@dataclass(frozen=True)
+class Feedable:
+    """A call, and the GEMMs that can be fed the rows of its result, in the graph's order."""
 
-    ``tokens`` are the token counts that the graph serves; None: any. ``measure`` (None: :func:`measured_turns`) says for which
-    numbers of rows our kernel is faster where rows are not fed.
+    call: CommunicationCall
+    gemms: tuple[fx.Node, ...]
+
+
+Found = Mapping[int, Feedable | FeedRefused]
+"""By index of each fused site: what can be fed, or why nothing can."""
+
+
+def feed_gemms(
+    graph: fx.Graph,
+    tokens: TokenRange | None,
+    measure: Measure | None = None,
+    capability: tuple[int, int] | None = None,
+) -> Found:
+    """Feed what :func:`find_feedable` finds, and return what it has found.
+
+    ``measure`` (None: :func:`measured_turns`) says for which numbers of rows our kernel is faster where rows are not fed.
+    """
+    return _feed_all(find_feedable(graph, tokens, capability), tokens, measure)
+
+
+def find_feedable(graph: fx.Graph, tokens: TokenRange | None, capability: tuple[int, int] | None) -> Found:
+    """What can be fed behind each fused call.
+
+    ``tokens`` are the token counts that the graph serves; None: any. ``capability`` is that of the GPUs; None on a machine
+    without GPUs.
     """
     calls = find_calls(graph)
     if isinstance(calls, SplitRefused):
         return {}
     place = {node: index for index, node in enumerate(graph.nodes)}
-    decided: dict[int, FeedRefused | None] = {}
+    found: dict[int, Feedable | FeedRefused] = {}
     for call in calls:
         site = annotation(call.start).get("site")
         if site is None or call.enters or call.leaves:
             continue
-        found = fed_by(call, place, tokens)
-        decided[site] = found if isinstance(found, FeedRefused) else None
-        if not isinstance(found, FeedRefused):
-            _feed(call, found, _turns(found, tokens, measure or measured_turns))
-    return decided
+        refused = _refused_whatever_reads(call, tokens, capability)
+        found[site] = _fed_by(call, place) if refused is None else refused
+    return found
 
 
-def fed_by(
-    call: CommunicationCall, place: dict[fx.Node, int], tokens: TokenRange | None
-) -> list[fx.Node] | FeedRefused:
-    """The GEMMs that read the result of ``call``, in the graph's order, if they can be fed."""
-    hidden = argument(call.wait, "hidden")
-    transport, result = argument(call.start, "transport"), value(hidden)
-    assert result is not None
+def _refused_whatever_reads(
+    call: CommunicationCall, tokens: TokenRange | None, capability: tuple[int, int] | None
+) -> FeedRefused | None:
+    """Why nothing is fed the result of ``call``, whatever reads it; None if GEMMs may be fed."""
+    hidden, transport = argument(call.wait, "hidden"), argument(call.start, "transport")
     if not TRANSPORTS[transport].feeds:
         return FeedRefused(FeedRefusal.TRANSPORT_NOT_FED, f"transport {transport}")
-    if result.dtype != torch.bfloat16:
-        return FeedRefused(FeedRefusal.DTYPE_NOT_SUPPORTED, f"{hidden.name} is {result.dtype}")
+    ranks = dist.get_world_size(compat.resolve_process_group(argument(call.start, "group_name")))
+    if ranks > FED_UP_TO_RANKS:
+        return FeedRefused(FeedRefusal.GROUP_TOO_LARGE, f"{ranks} > {FED_UP_TO_RANKS} ranks")
+    if _result(call).device.type == "cuda" and capability not in (None, CAPABILITY):
+        return FeedRefused(FeedRefusal.DEVICE_NOT_SUPPORTED, f"no GEMM for {capability} takes rows as they arrive")
+    rows = rows_served(hidden, tokens)
+    if rows is None or rows[-1] < FED_FROM_TOKENS:
+        most = 0 if rows is None else rows[-1]
+        return FeedRefused(FeedRefusal.MESSAGE_TOO_SMALL, f"{most} < {FED_FROM_TOKENS} tokens")
     wire = argument(call.start, "wire")
     if wire != EXACT:
         return FeedRefused(FeedRefusal.ROWS_IN_CODES, f"wire {wire}")
+    return None
+
+
+def _fed_by(call: CommunicationCall, place: dict[fx.Node, int]) -> Feedable | FeedRefused:
+    """The GEMMs that read the result of ``call``, if they can be fed. ``place`` is the place of each node in the graph."""
+    hidden, result = argument(call.wait, "hidden"), _result(call)
+    if result.dtype != torch.bfloat16:
+        return FeedRefused(FeedRefusal.DTYPE_NOT_SUPPORTED, f"{hidden.name} is {result.dtype}")
     if argument(call.start, "residual_out") == "replicated":
         return FeedRefused(
             FeedRefusal.RESIDUAL_ON_ALL_RANKS, f"all ranks want all rows of {call.start.name}'s residual"
@@ -99,11 +137,20 @@ def fed_by(
     # The view between may be a slice of the rows, or have other rows of the same values.
     if multiplied is None or not same_shape(multiplied, result):
         return FeedRefused(FeedRefusal.GEMM_NOT_OURS, f"{gemms[0].name} does not multiply the rows of {hidden.name}")
-    rows = rows_served(gemms[0], tokens)
-    if rows is None or rows[-1] < FED_FROM_TOKENS:
-        most = 0 if rows is None else rows[-1]
-        return FeedRefused(FeedRefusal.MESSAGE_TOO_SMALL, f"{most} < {FED_FROM_TOKENS} tokens")
-    return gemms
+    return Feedable(call, tuple(gemms))
+
+
+def _result(call: CommunicationCall) -> torch.Tensor:
+    result = value(argument(call.wait, "hidden"))
+    assert result is not None
+    return result
+
+
+def _feed_all(found: Found, tokens: TokenRange | None, measure: Measure | None = None) -> Found:
+    for one in found.values():
+        if isinstance(one, Feedable):
+            _feed(one, _turns(one.gemms, tokens, measure or measured_turns))
+    return found
 
 
 def _turns(gemms: Sequence[fx.Node], tokens: TokenRange | None, measure: Measure) -> Turns:
@@ -114,9 +161,10 @@ def _turns(gemms: Sequence[fx.Node], tokens: TokenRange | None, measure: Measure
     return measure(described, rows, gemms[0].meta["val"].device) or ()
 
 
-def _feed(call: CommunicationCall, gemms: Sequence[fx.Node], turns: Turns) -> None:
+def _feed(found: Feedable, turns: Turns) -> None:
     """Replace the GEMMs by one operator in front of the wait."""
-    node = joint.join(gemms).adopt()
+    call = found.call
+    node = joint.join(found.gemms).adopt()
     (rows, *operands), hidden = node.args[:-1], argument(call.wait, "hidden")
     for given in node.all_input_nodes:
         if given is not rows:
@@ -135,22 +183,27 @@ def _look(graph: fx.Graph, context: Context) -> Outcome | None:
     if context.config.feed_mm == "never" or decided is None:
         return Outcome(False)
     whole = _of_the_whole_graph(context)
-    if whole is None:
-        return None
-    return _noted(context, {site.index: whole for site in decided.sites if site.decision == "fused"})
+    if whole is not None:
+        return _noted(context, {site.index: whole for site in decided.sites if site.decision == "fused"})
+    found = _found(graph, context)
+    return None if any(isinstance(one, Feedable) for one in found.values()) else _noted(context, found)
 
 
 def _run(graph: fx.Graph, context: Context) -> Outcome:
-    return _noted(context, feed_gemms(graph, context.tokens))
+    return _noted(context, _feed_all(_found(graph, context), context.tokens))
 
 
-def _noted(context: Context, by_site: dict[int, FeedRefused | None]) -> Outcome:
-    """The outcome. Also adds ``by_site`` to the sites' decisions that ``context`` keeps."""
+def _found(graph: fx.Graph, context: Context) -> Found:
+    return context.analysis(find_feedable, graph, context.tokens, context.gate.node.capability)
+
+
+def _noted(context: Context, found: Found) -> Outcome:
+    """The outcome. Also adds ``found`` to the sites' decisions that ``context`` keeps."""
     decided = context.needed(FusionDecisions)
-    context.keep(FusionDecisions(tuple(_with(site, by_site) for site in decided.sites)))
+    context.keep(FusionDecisions(tuple(_with(site, found) for site in decided.sites)))
     counts: dict[str, int] = {}
-    for refused in by_site.values():
-        name = "fed" if refused is None else str(refused.reason)
+    for one in found.values():
+        name = str(one.reason) if isinstance(one, FeedRefused) else "fed"
         counts[name] = counts.get(name, 0) + 1
     return Outcome(bool(counts.get("fed")), counts)
 
@@ -163,14 +216,13 @@ def _of_the_whole_graph(context: Context) -> FeedRefused | None:
     return None
 
 
-def _with(site: Site, by_site: dict[int, FeedRefused | None]) -> Site:
-    if site.index not in by_site:
+def _with(site: Site, found: Found) -> Site:
+    if site.index not in found:
         return site
-    refused = by_site[site.index]
-    if refused is None:
-        return replace(site, consumer="fed")
-    detail = "; ".join(filter(None, (site.detail, f"not fed: {refused.detail}")))
-    return replace(site, feed_refusal=refused.reason, detail=detail)
+    one = found[site.index]
+    if isinstance(one, FeedRefused):
+        return replace(site, feed_refusal=one.reason, feed_detail=one.detail)
+    return replace(site, consumer="fed")
 
 
 FEED = Pass("feed_gemms", _run, look=_look)

@@ -23,6 +23,7 @@ import torch.fx as fx
 from tw_compile import compat
 from tw_compile.graph.predicates import aten, is_call, is_cast, is_view, makes_view, value
 from tw_compile.kernels.collective import ops
+from tw_compile.kernels.collective.fed_mm import fed_gated_mm, fed_joint_mm
 from tw_compile.kernels.collective.prefetch import MOST_TENSORS, MOST_TOKENS, MOST_WEIGHT_BYTES, is_dense
 from tw_compile.kernels.collective.transports import TRANSPORTS
 from tw_compile.kernels.gemm.by_rows import gated_mm_by_rows, joint_mm_by_rows
@@ -147,9 +148,9 @@ def _weights_of(node: fx.Node) -> list[fx.Node] | None:
         factors = [matrix_of(node)]
     elif is_call(node, aten._scaled_mm.default):
         factors = [node.args[1]]
-    elif is_call(node, joint_mm_by_rows):
+    elif is_call(node, joint_mm_by_rows, fed_joint_mm):
         factors = [*node.args[1]]  # type: ignore[misc]
-    elif is_call(node, gated_mm_by_rows):
+    elif is_call(node, gated_mm_by_rows, fed_gated_mm):
         factors = [*node.args[1:3]]
     else:
         largest = _largest_matrix(node)

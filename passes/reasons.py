@@ -68,17 +68,19 @@ class WireRefusal(StrEnum):
 
 
 class FeedRefusal(StrEnum):
-    """Why the GEMMs behind a fused norm are not fed although it was asked for. Stable names, as those of :class:`Refusal`."""
+    """Why the GEMMs behind a fused norm are not fed. Stable names, as those of :class:`Refusal`."""
 
     GRAPH_SPLIT = "graph_split"
     GEMMS_TUNED = "gemms_tuned"
     TRANSPORT_NOT_FED = "transport_not_fed"
-    DTYPE_NOT_SUPPORTED = "dtype_not_supported"
+    GROUP_TOO_LARGE = "group_too_large"
+    DEVICE_NOT_SUPPORTED = "device_not_supported"
+    MESSAGE_TOO_SMALL = "message_too_small"
     ROWS_IN_CODES = "rows_in_codes"
+    DTYPE_NOT_SUPPORTED = "dtype_not_supported"
     RESIDUAL_ON_ALL_RANKS = "residual_on_all_ranks"
     RESULT_USED_ELSEWHERE = "result_used_elsewhere"
     GEMM_NOT_OURS = "gemm_not_ours"
-    MESSAGE_TOO_SMALL = "message_too_small"
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,8 @@ from tw_compile.report import Split
 from tw_compile.testing.capture import capture_graphs
 
 WORLD_SIZE = 2
-FUSED = Config(strict=True, transport="gloo", split="off")
+FUSED = Config(strict=True, transport="gloo", split="off", feed_mm="never")
+"""Graphs that are fused and nothing else, whatever a test feeds."""
 UNFUSED = Config(strict=True, fuse=False)
 SPLIT_FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "olmo2", "mixtral", "qwen3_moe", "gpt_oss")
 

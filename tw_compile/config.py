@@ -24,7 +24,7 @@ WHY_NOT_INT4 = (
 )
 _MOST_DIGITS = 9
 _ABSORB_MM = ("auto", "always", "never")
-_FEED_MM = ("never", "auto")
+_FEED_MM = ("auto", "never")
 _STEP_GRAPHS = ("off", "auto")
 _SPLIT_GEMM_SMS = ("auto", "off")
 _PREFETCH = ("auto", "off")
@@ -55,9 +55,10 @@ class Config:
             ``multimem``), and unless Inductor tunes matmuls (``max_autotune``, ``max_autotune_gemm``). ``always`` and
             ``never`` depend on neither condition.
         feed_mm: Whether the GEMMs that read a fused norm's result (q, k and v; gate and up) begin with the rows that their
-            rank has, and take the other ranks' rows as they arrive: ``never``, or ``auto``, where that is proven to be right
-            (:class:`tw_compile.passes.reasons.FeedRefusal` names what keeps a site from being fed). ``never`` is the default,
-            as layers of few tokens were slower with ``auto`` on two H100.
+            rank has, and take the other ranks' rows as they arrive: ``auto`` or ``never``. ``auto``: where that is proven to
+            be right, in graphs that are not split, over ``p2p`` between two Hopper GPUs, and from 4096 tokens on
+            (:class:`tw_compile.passes.reasons.FeedRefusal` names what keeps a site from being fed). Layers of fewer tokens
+            were slower with it.
         thresholds: The tables that say at which sizes fusing pays: ``auto`` takes the shipped tables and the user's, ``off``
             fuses all sizes, else a TOML file that takes precedence over these tables (``tw_compile.gating``). Unused where
             ``transport`` insists on a transport.
@@ -108,7 +109,7 @@ class Config:
     fuse_min_bytes: int = 0
     fuse_max_bytes: int | None = None
     absorb_mm: str = "auto"
-    feed_mm: str = "never"
+    feed_mm: str = "auto"
     thresholds: str = "auto"
     calibrate: str = "auto"
     host: str = DEFAULT_HOST

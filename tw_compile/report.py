@@ -38,8 +38,9 @@ class Site:
     ``wire`` is how the rows of the fused operator travel. Where another wire was asked for, ``wire_refusal`` is the name of a
     :class:`tw_compile.passes.reasons.WireRefusal`. ``feeds`` is what makes the sum: ``attention``, ``mlp``, ``attention+mlp``
     where both do, or empty where nobody has asked or neither makes it. ``consumer`` is what reads the norm's result: GEMMs that
-    are ``fed`` its rows as they arrive, or another operator, which waits for all rows. Where GEMMs were to be fed and are not,
-    ``feed_refusal`` is the name of a :class:`tw_compile.passes.reasons.FeedRefusal`.
+    are ``fed`` its rows as they arrive, or another operator, which waits for all rows. Where GEMMs might be fed and are not,
+    ``feed_refusal`` is the name of a :class:`tw_compile.passes.reasons.FeedRefusal`, and ``feed_detail`` explains it for this
+    site.
     """
 
     index: int
@@ -61,6 +62,7 @@ class Site:
     feeds: str = ""
     consumer: Consumer = "other"
     feed_refusal: str = ""
+    feed_detail: str = ""
 
 
 SplitMode = Literal["off", "split", "join"]

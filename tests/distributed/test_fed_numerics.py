@@ -32,13 +32,13 @@ def consumers(rank: int) -> list[tuple[str, str]]:
     """Of each site of the compiled model."""
     torch._dynamo.reset()
     with torch.no_grad(), collect_reports() as reports:
-        torch.compile(qwen(rank), backend="tw_compile", options={"tw_compile.feed_mm": "auto"})(*tokens(rank, 0))
+        torch.compile(qwen(rank), backend="tw_compile", options={"tw_compile.strict": True})(*tokens(rank, 0))
     return [(site.consumer, site.feed_refusal) for report in reports for site in report.sites]
 
 
 @pytest.mark.full
 def test_a_fed_model_is_within_the_budget(gloo_ranks: GlooRanks) -> None:
-    options = {"tw_compile.strict": True, "tw_compile.feed_mm": "auto"}
+    options = {"tw_compile.strict": True}
     comparison = compare_on_gloo(qwen, tokens, calls=2, ranks=gloo_ranks, options=options)
     assert comparison.passed, comparison
     for found in gloo_ranks.run(consumers):

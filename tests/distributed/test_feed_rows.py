@@ -43,5 +43,5 @@ def inputs(rank: int, call: int) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("build", [sliced, merged])
 def test_gemms_of_other_rows_stay_behind_the_wait(gloo_ranks: GlooRanks, build: object) -> None:
-    options = {"tw_compile.strict": True, "tw_compile.feed_mm": "auto"}
+    options = {"tw_compile.strict": True}
     assert compare_on_gloo(build, inputs, ranks=gloo_ranks, options=options).passed

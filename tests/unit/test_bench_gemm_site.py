@@ -28,7 +28,7 @@ from tw_compile.testing import fake_process_group
 from tw_compile.testing.capture import fake_cuda
 
 SPEC = LayerSpec("gemm-site", "tiny-llama", 2, "cuda", "float32", (8,), layers=2)
-OURS = ["fused", "split", "fused+split", "fused-gemms-apart", "fused-fed"]
+OURS = ["fused", "split", "fused+split", "fused-gemms-apart", "fused-not-fed"]
 PEERS = [
     "inductor+nccl",
     "inductor+symm-one-shot",

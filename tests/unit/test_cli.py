@@ -267,6 +267,21 @@ def test_inspect_says_how_many_gemms_are_absorbed(inspected: tuple[Result, dict[
     assert [line.split()[0] for line in result.output.splitlines() if line.rstrip().endswith("fused+mm")] == ["6"]
 
 
+def test_inspect_says_in_one_line_what_is_fed(inspected: tuple[Result, dict[str, Any]]) -> None:
+    result, report = inspected
+    assert [line for line in result.output.splitlines() if "group_too_large" in line] == ["feed_mm: group_too_large 7"]
+    assert {site["feed_detail"] for site in report["sites"]} == {"4 > 2 ranks"}
+    assert "4 > 2 ranks" not in result.output
+
+
+def test_what_is_fed_is_counted_for_all_layers_that_a_site_stands_for() -> None:
+    site = {"consumer": "fed", "feed_refusal": "", "layer": 0, "stands_for": [0, 1, 2]}
+    last = {"consumer": "other", "feed_refusal": "residual_on_all_ranks", "layer": None, "stands_for": None}
+    unasked = last | {"feed_refusal": ""}
+    assert render.fed_line([last, site, unasked]) == "feed_mm: fed 3, residual_on_all_ranks 1"
+    assert render.fed_line([unasked]) is None
+
+
 def test_inspect_shows_the_change_of_one_layer(inspected: tuple[Result, dict[str, Any]]) -> None:
     result, _ = inspected
     lines = result.output.splitlines()

@@ -54,7 +54,7 @@ CHANGED: dict[str, Any] = {
     "fuse_min_bytes": 1,
     "fuse_max_bytes": 1,
     "absorb_mm": "never",
-    "feed_mm": "auto",
+    "feed_mm": "never",
     "thresholds": "off",
     "calibrate": "off",
     "host": "vllm-0.24",

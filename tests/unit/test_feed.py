@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -24,16 +25,18 @@ from tw_compile.passes import feed, manager
 from tw_compile.passes.contract import Context
 from tw_compile.passes.feed import FEED, feed_gemms
 from tw_compile.passes.fusion import FusionDecisions
-from tw_compile.passes.reasons import FeedRefusal
+from tw_compile.passes.reasons import FeedRefusal, FeedRefused
 from tw_compile.passes.split import SplitReport
 from tw_compile.passes.split.schedule.dependences import argument, find_calls
 from tw_compile.report import Site
-from tw_compile.testing import fake_cuda, fake_process_group
+from tw_compile.testing import Rewritten, fake_cuda, fake_process_group, rewrite
 from tw_compile.testing.graphs import find_ops
 
 BF16 = torch.bfloat16
 FAMILY = {"hidden_size": 64, "intermediate_size": 128, "dtype": BF16}
-AUTO = Config(strict=True, transport="gloo", split="off", feed_mm="auto")
+
+
+AUTO = replace(FUSED, feed_mm=Config().feed_mm)
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +65,8 @@ def graph_of(family: str = "llama", **changes: Any) -> fx.Graph:
 
 def reasons(graph: fx.Graph) -> list[str]:
     """Of each fused site, in graph order; ``fed`` where it is."""
-    return ["fed" if refused is None else str(refused.reason) for refused in feed_gemms(graph, None).values()]
+    found = feed_gemms(graph, None).values()
+    return [str(one.reason) if isinstance(one, FeedRefused) else "fed" for one in found]
 
 
 @pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.full)])
@@ -148,7 +152,12 @@ def test_calls_that_cant_be_fed_are_refused_by_name(short: None, name: str, valu
 
 
 def test_short_messages_are_not_fed() -> None:
-    assert {*reasons(graph_of())} == {FeedRefusal.MESSAGE_TOO_SMALL, FeedRefusal.RESIDUAL_ON_ALL_RANKS}
+    assert {*reasons(graph_of())} == {FeedRefusal.MESSAGE_TOO_SMALL}
+
+
+def test_groups_that_gained_nothing_are_not_fed(short: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "FED_UP_TO_RANKS", 1)
+    assert {*reasons(graph_of())} == {FeedRefusal.GROUP_TOO_LARGE}
 
 
 def context_of(config: Config) -> Context:
@@ -167,7 +176,7 @@ def fed(graph: fx.Graph, context: Context) -> dict[str, int]:
     return report.counts
 
 
-def test_nothing_is_fed_or_refused_unasked() -> None:
+def test_never_feeds_and_refuses_nothing(short: None) -> None:
     context = context_of(FUSED)
     assert not fed(graph_of(), context)
     assert sites(context)[0] == Site(0, 0, "form", "fused", "", None, "gloo")
@@ -181,7 +190,7 @@ def test_split_graphs_and_tuned_gemms_are_refused() -> None:
     context = context_of(AUTO)
     with inductor_config.patch(max_autotune_gemm=True):
         assert fed(fx.Graph(), context) == {FeedRefusal.GEMMS_TUNED: 1}
-    assert "max_autotune" in sites(context)[0].detail
+    assert "max_autotune" in sites(context)[0].feed_detail and not sites(context)[0].detail
 
 
 def test_the_report_says_what_is_fed(short: None) -> None:
@@ -193,6 +202,52 @@ def test_the_report_says_what_is_fed(short: None) -> None:
     assert outcome.changed and outcome.counts["fed"] == 4
     assert [site.consumer for site in sites(context)].count("fed") == 4
     assert all((site.consumer == "fed") == (not site.feed_refusal) for site in sites(context))
+
+
+def rewritten(tokens: int, config: Config | None = None, **options: Any) -> Rewritten:
+    """What the passes make of two layers on two Hopper GPUs: of a prefill with ``tokens`` tokens, by default."""
+    with fake_cuda():
+        decoder = build_decoder(load_config("tiny-llama"), device="cuda", dtype=BF16, num_layers=2)
+        ids = torch.zeros(1, tokens, dtype=torch.long, device="cuda")
+        return rewrite(decoder, (ids,), config=config or Config(strict=True), **options)
+
+
+def test_long_prefills_are_fed_by_default() -> None:
+    found = rewritten(4096)
+    assert found.report.fed == {"fed": 4, FeedRefusal.RESIDUAL_ON_ALL_RANKS: 1}
+    assert len(find_ops(found.after.graph, "fed_gated_mm")) == len(find_ops(found.after.graph, "fed_joint_mm")) == 2
+
+
+def test_shorter_prefills_are_not_fed_and_no_site_says_more_than_the_name() -> None:
+    found = rewritten(2048)
+    assert found.report.counts["fused"] == 5 and found.report.fed == {FeedRefusal.MESSAGE_TOO_SMALL: 5}
+    assert not find_ops(found.after.graph, "fed_gated_mm") and not find_ops(found.after.graph, "fed_joint_mm")
+    assert {site.feed_detail for site in found.report.sites} == {"2048 < 4096 tokens"}
+    unasked = rewritten(2048, Config(strict=True, feed_mm="never")).report
+    assert [site.detail for site in found.report.sites] == [site.detail for site in unasked.sites]
+    assert not unasked.fed
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
+def test_only_hopper_is_fed(capability: tuple[int, int]) -> None:
+    config = Config(strict=True, transport="p2p")
+    gate = current_gate(config)
+    other = replace(gate, node=replace(gate.node, capability=capability))
+    assert rewritten(4096, config, gate=other).report.fed == {FeedRefusal.DEVICE_NOT_SUPPORTED: 5}
+
+
+def test_calls_of_few_tokens_prefetch_the_weights_of_fed_gemms() -> None:
+    """A graph for few and many tokens has fed GEMMs. Its short calls prefetch what they prefetch where nothing is fed."""
+
+    def prefetched(feed_mm: str, fed: int) -> list[str]:
+        config = Config(strict=True, transport="p2p", prefetch=str(2**23), feed_mm=feed_mm)
+        graph = rewritten(4096, config, dynamic=True).after.graph
+        assert len(find_ops(graph, "fed_gated_mm")) == fed
+        calls = find_calls(graph)
+        assert isinstance(calls, list)
+        return [str(argument(call.start, "prefetch")) for call in calls]
+
+    assert prefetched("auto", 2) == prefetched("never", 0) != ["None"] * 5
 
 
 # --- the operators ---------------------------------------------------------------------------------------------------
@@ -257,7 +312,7 @@ def test_generated_code_runs_fed_gemms_before_the_wait() -> None:
     with fake_cuda():
         decoder = build_decoder(load_config("tiny-llama"), device="cuda", dtype=BF16, num_layers=2)
         ids = torch.zeros(1, feed.FED_FROM_TOKENS, dtype=torch.long, device="cuda")
-        config = Config(strict=True, split="off", feed_mm="auto")
+        config = Config(strict=True, split="off")
         code = compat.inductor_code(decoder, (ids,), TWCompilePass(config), "cuda", None, {})
     lines = [line for line in code.splitlines() if not line.strip().startswith("#")]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -89,6 +90,15 @@ def absorbed(sites: list[dict[str, Any]]) -> int:
     return sum(count_of(site) for site in sites if site["producer"] == "mm")
 
 
+def fed_line(sites: list[dict[str, Any]]) -> str | None:
+    """How many norms have GEMMs that are fed, and how many have none, by the reason. None where nobody has asked."""
+    counts = Counter[str]()
+    for site in sites:
+        name = "fed" if site["consumer"] == "fed" else site["feed_refusal"]
+        counts[name] += count_of(site) if name else 0
+    return f"feed_mm: {', '.join(f'{name} {count}' for name, count in (+counts).most_common())}" if +counts else None
+
+
 def layers_of(site: dict[str, Any]) -> list[int]:
     """The layers that a site stands for: its own layer, and layers that were not traced because they are like this layer."""
     if site.get("stands_for"):
@@ -142,6 +152,9 @@ def print_sites(console: Console, report: dict[str, Any]) -> None:
     for transport, why in sorted({(s["transport"], s["detail"]) for s in report["sites"] if s["transport"]}):
         if not why.startswith("travels with"):
             console.print(f"{transport}: {why}", style="dim", markup=False)
+    fed = fed_line(report["sites"])
+    if fed is not None:
+        console.print(fed, style="dim", markup=False, soft_wrap=True)
     for entry, backend, source in dict.fromkeys(
         (s["entry"], s["backend"], s["source"]) for s in report["sites"] if s["entry"]
     ):

@@ -81,12 +81,13 @@ class LayerVariant:
 
 
 FUSED = LayerVariant("fused", "ours", config={"split": "off"})
+"""What a user gets who switches the split off."""
 PLANNED = LayerVariant("fused+split", "ours")
 """What a user gets by default."""
 SPLIT = (LayerVariant("split", "ours", config={"fuse": False}, halves=True), PLANNED)
-GEMMS_APART = LayerVariant("fused-gemms-apart", "ours", config={"split": "off", "disable_passes": "join_gemms"})
-FED = LayerVariant("fused-fed", "ours", config={"split": "off", "feed_mm": "auto"})
-"""``bench layer`` and ``bench model`` have it only where ``--only`` names it: except for long messages it was slower."""
+NOT_FED = LayerVariant("fused-not-fed", "ours", config=FUSED.config | {"feed_mm": "never"})
+"""``bench layer`` and ``bench model`` have it only where ``--only`` names it: except for long messages it is ``fused``."""
+GEMMS_APART = LayerVariant("fused-gemms-apart", "ours", config=NOT_FED.config | {"disable_passes": "join_gemms"})
 ALL_SMS = LayerVariant("fused+split-all-sms", "ours", config={"split_gemm_sms": "off"})
 SWEPT = f"{PLANNED.label}@"
 SYMMETRIC = (
@@ -161,14 +162,14 @@ def variants(spec: LayerSpec, tokens: int) -> list[LayerVariant]:
     """
     sites = spec.scope == "gemm-site"
     known = [FUSED, *SPLIT, *([GEMMS_APART, ALL_SMS] if spec.scope == "layer" else [])]
-    known += [GEMMS_APART, FED] if sites else []
+    known += [GEMMS_APART, NOT_FED] if sites else []
     known += [*with_wires(spec.wires), *with_prefetch(spec.prefetch)]
     if spec.device == "cuda":
         known += [LayerVariant("inductor+nccl", "peer"), *SYMMETRIC, *([SCATTERED, ASYNC_TP] if sites else [])]
     else:
         known += [LayerVariant("inductor+gloo", "peer"), *([SCATTERED_ON_CPU] if sites else [])]
     known += [LayerVariant(NO_COMMUNICATION, "bound", DROP_SUMS)]
-    known += [FED] if not sites and FED.label in spec.only else []
+    known += [NOT_FED] if not sites and NOT_FED.label in spec.only else []
     places = _named_places(spec)
     check_labels([one.label for one in (*known, *map(_split_at, places))], spec.only)
     taken = with_labels(known, spec.only) + [_split_at(first) for first in places if first < tokens]
