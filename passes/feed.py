@@ -137,6 +137,8 @@ def _fed_by(call: CommunicationCall, place: dict[fx.Node, int]) -> Feedable | Fe
     # The view between may be a slice of the rows, or have other rows of the same values.
     if multiplied is None or not same_shape(multiplied, result):
         return FeedRefused(FeedRefusal.GEMM_NOT_OURS, f"{gemms[0].name} does not multiply the rows of {hidden.name}")
+    if len(gemms) == 1:
+        return FeedRefused(FeedRefusal.GEMM_ALONE, f"{gemms[0].name} is the only one, and the library's can't be fed")
     return Feedable(call, tuple(gemms))
 
 

@@ -81,6 +81,7 @@ class FeedRefusal(StrEnum):
     RESIDUAL_ON_ALL_RANKS = "residual_on_all_ranks"
     RESULT_USED_ELSEWHERE = "result_used_elsewhere"
     GEMM_NOT_OURS = "gemm_not_ours"
+    GEMM_ALONE = "gemm_alone"
 
 
 @dataclass(frozen=True)

@@ -114,6 +114,14 @@ def test_readers_that_are_no_gemms_of_ours_are_named(short: None) -> None:
     assert FeedRefusal.GEMM_NOT_OURS in reasons(graph_of(intermediate_size=132)), "columns that are no multiple of 8"
 
 
+def test_a_single_gemm_is_left_to_the_library(short: None) -> None:
+    """Phi-3 has queries, keys and values in one matrix, and gate and up in one."""
+    graph = graph_of("phi3")
+    found = reasons(graph)
+    assert FeedRefusal.GEMM_ALONE in found and "fed" not in found
+    assert not find_ops(graph, "fed_joint_mm")
+
+
 @pytest.mark.full
 def test_a_router_and_its_experts_are_not_fed(short: None) -> None:
     assert FeedRefusal.RESULT_USED_ELSEWHERE in reasons(graph_of("mixtral"))
