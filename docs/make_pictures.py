@@ -6,10 +6,13 @@ light fill. No font is embedded; every box is wide enough for the usual sans-ser
 
 from __future__ import annotations
 
+import csv
+from dataclasses import dataclass
 from pathlib import Path
 from xml.sax.saxutils import escape
 
 IMAGES = Path(__file__).parent / "images"
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 PAGE_TEXT = "#7a838d"
 BOX_TEXT = "#1c2530"
 COMPUTE, SECOND, COMMUNICATION, FUSED, NEUTRAL = "#a9cdf5", "#bfe3c0", "#f6b3a6", "#f7d488", "#d5dae0"
@@ -197,9 +200,102 @@ def draw_host() -> None:
     picture.write("host.svg")
 
 
+@dataclass(frozen=True)
+class Gain:
+    """A bar: the speed-ups of the rows of ``files`` (of ``benchmarks/results``) whose columns are ``where``."""
+
+    label: str
+    fill: str
+    files: tuple[str, ...]
+    where: tuple[tuple[str, str], ...]
+
+    def speedups(self) -> list[float]:
+        rows = [row for file in self.files for row in csv.DictReader((RESULTS / file).read_text().splitlines())]
+        return [
+            float(row["speedup"])
+            for row in rows
+            if row["speedup"] and all(row[column] == value for column, value in self.where)
+        ]
+
+
+_BY_DEFAULT, _INT8, _PREFILL = (
+    (("label", "fused+split"),),
+    (("label", "fused+split-int8"),),
+    (("label", "fuse+split"), ("trace", "prefill")),
+)
+_ON_HOST_TP2 = tuple(f"2026-11-27-2xh100-layer-host-llama-3.1-8b-16-layers-{tokens}-tp2.csv" for tokens in (1024, 4096))
+_ON_HOST_TP4 = ("2026-11-26-4xh100-layer-host-llama-3.1-8b-8-layers-tp4.csv",)
+GAINS = {
+    "with NVLink, against the best unfused layer": (
+        Gain("2 H100, Llama-3.3-70B", FUSED, ("2026-11-26-2xh100-layer-paper-llama-3.3-70b-tp2.csv",), _BY_DEFAULT),
+        Gain("2 H100, Llama-3.1-8B", FUSED, ("2026-11-26-2xh100-layer-paper-llama-3.1-8b-tp2.csv",), _BY_DEFAULT),
+        Gain("4 H100, Llama-3.3-70B", FUSED, ("2026-11-26-4xh100-layer-llama-3.3-70b-tp4.csv",), _BY_DEFAULT),
+    ),
+    "with peer access switched off, against Inductor + NCCL": (
+        Gain("4 H100, Llama-3.1-8B", COMPUTE, _ON_HOST_TP4, _BY_DEFAULT),
+        Gain("the same, rows in 8 bits", SECOND, _ON_HOST_TP4, _INT8),
+        Gain(
+            "2 H200, Llama-3.1-8B",
+            COMPUTE,
+            ("2026-11-26-2xh200-layer-host-llama-3.1-8b-16-layers-tp2.csv",),
+            _BY_DEFAULT,
+        ),
+        Gain("2 H100, Llama-3.1-8B, rows in 8 bits", SECOND, _ON_HOST_TP2, _INT8),
+    ),
+    "prefill in vLLM, against vLLM": (
+        Gain(
+            "2 H100, Llama-3.1-8B",
+            FUSED,
+            ("2026-11-25-2xh100-vllm-llama-3.1-8b-32-layers-8192-tp2.csv",),
+            _PREFILL,
+        ),
+        Gain(
+            "4 H100, Llama-3.3-70B",
+            FUSED,
+            ("2026-11-26-4xh100-vllm-defaults-llama-3.3-70b-16-layers-tp4.csv",),
+            _PREFILL,
+        ),
+        Gain(
+            "2 H100, 8B, peer access off",
+            COMPUTE,
+            ("2026-11-26-2xh100-vllm-host-step-graphs-llama-3.1-8b-16-layers-tp2.csv",),
+            _PREFILL,
+        ),
+    ),
+}
+"""By what they are compared with. Layers are of prefills of 1024 tokens and more."""
+
+
+def draw_gains() -> None:
+    left, per_unit, step = 290, 290, 30
+    height = 78 + sum(44 + step * len(gains) for gains in GAINS.values())
+    picture = Picture(
+        1000, height, "How many times as fast prefill is with tw_compile, by default and with rows in 8 bits"
+    )
+    picture.text(20, 28, "Prefill: how many times as fast with tw_compile", bold=True)
+    y = 40
+    for heading, gains in GAINS.items():
+        y += 30
+        picture.text(20, y, heading, size=14, bold=True)
+        y += 14
+        for gain in gains:
+            speedups = gain.speedups()
+            low, high = min(speedups), max(speedups)
+            picture.text(36, y + 17, gain.label, size=14)
+            picture.box(left, y, per_unit * (high - 1), step - 8, "", gain.fill)
+            text = f"{low:.2f}x" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f}x to {high:.2f}x"
+            picture.text(left + per_unit * (high - 1) + 10, y + 17, text, size=14)
+            y += step
+    picture.text(
+        left, y + 22, "A bar begins at 1.0x, as fast as without, and ends at the best of the token counts.", size=13
+    )
+    picture.write("gains.svg")
+
+
 if __name__ == "__main__":
     IMAGES.mkdir(exist_ok=True)
     draw_layer()
     draw_graph()
     draw_data()
     draw_host()
+    draw_gains()

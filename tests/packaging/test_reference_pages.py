@@ -54,6 +54,7 @@ def test_pictures_are_what_the_script_draws(tmp_path: Path, monkeypatch: pytest.
         make_pictures.draw_graph,
         make_pictures.draw_data,
         make_pictures.draw_host,
+        make_pictures.draw_gains,
     ):
         draw()
     there = {file.name: file.read_text() for file in (DOCS / "images").iterdir()}
