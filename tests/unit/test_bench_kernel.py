@@ -220,21 +220,6 @@ def test_speedup_is_against_the_fastest_peer_of_that_size() -> None:
     assert bound is not None and rows["tw-p2p"].share_of_bound == pytest.approx(bound / 20.0)
 
 
-def test_through_host_memory_the_bound_is_what_bare_copies_took() -> None:
-    ours, copies = row("tw-host", "ours", 20.0), row("host-copies", "bound", 15.0)
-    of_links = {one.label for one in complete([replace(ours)], MessageSize(16, 8192, "bfloat16"), SPEC)}
-    assert {"two-shot-bound", "one-shot-bound"} < of_links
-    size = MessageSize(16, 8192, "bfloat16")
-    found = complete([replace(ours), copies], size, SPEC, through_host=True)
-    assert [one.label for one in found] == ["tw-host", "host-copies"]
-    assert found[0].share_of_bound == 0.75 and found[1].share_of_bound is None
-    (alone,) = complete([replace(ours)], size, SPEC, through_host=True)
-    assert alone.share_of_bound is None and alone.bus_gb_per_s is not None
-    report = report_of(found) | {"through_host": True}
-    assert "bare copies" in printed(report) and "370 GB/s" not in printed(report)
-    assert "two-shot traffic at 370 GB/s" in printed(report | {"through_host": False})
-
-
 def test_who_fails_numerics_has_no_speedup_and_is_nobodys_best_peer() -> None:
     broken = row("tw-p2p", "ours", None, outcome="numerics failed", reason="hidden: not finite")
     rows = completed(broken, row("nccl+norm", "peer", 30.0))

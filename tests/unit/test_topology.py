@@ -111,6 +111,30 @@ def test_a_node_without_peer_access_says_so_and_what_runs(node: Any) -> None:
     assert "0 - no PCIe" in lines and "1 no PCIe -" in lines
     assert "0: NVIDIA L4, 24 GiB, sm89, PCIe 4 x16" in lines
     assert any("(no peer access between the GPUs)" in line for line in lines)
+    assert plan["expected"] == [] and "2 ranks not known: nothing has been measured on this GPU" in " ".join(lines)
+
+
+@pytest.mark.parametrize(("peers", "wires"), [(ALL, ["exact"]), (NONE, ["exact", "int8"])])
+def test_a_known_gpu_is_told_what_it_gains(
+    node: Any, monkeypatch: pytest.MonkeyPatch, peers: list[list[bool]], wires: list[str]
+) -> None:
+    node(peers)
+    properties = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=80 * 2**30, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    found = report()
+    rows = of_two(found)["expected"]
+    models = ["llama-3.1-8b", "llama-3.3-70b"]
+    assert [(row["model"], row["wire"]) for row in rows] == [(model, wire) for model in models for wire in wires]
+    gains = {(row["model"], row["wire"]): row["gain"] for row in rows}
+    asked = ["plan", "--model", models[0], "--tp", "2", "--tokens", "2048", "--device-profile", "H100", "--json", "-"]
+    asked += [] if peers is ALL else ["--transport", "host"]
+    planned = json.loads(CliRunner().invoke(app, asked).stdout)["plans"][0]["gain"]
+    assert gains[models[0], "exact"] == pytest.approx(planned) and planned > 1.05
+    if "int8" in wires:
+        assert gains[models[0], "int8"] > gains[models[0], "exact"] > 1.5
+    text = " ".join(found["text"].split())
+    assert f"2 ranks llama-3.1-8b {planned:.2f}x" in text
+    assert ("wire int8 sends rows in 8 bits" in text) is ("int8" in wires)
 
 
 def test_nvlinks_peers_and_atomics_are_told_pair_by_pair(node: Any) -> None:

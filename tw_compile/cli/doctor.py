@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -140,6 +140,23 @@ def _print(console: Console, report: Report) -> None:
         console.print(f"{'':<{len(ranks)}}  {unfused}", markup=False)
         for line in plan.get("thresholds", ()):
             console.print(f"{'':<{len(ranks)}}  bf16 {line}", markup=False, soft_wrap=True)
+    _print_expected(console, [plan for plan in report["plans"] if plan["device"] == "cuda"])
+
+
+def _print_expected(console: Console, plans: Sequence[dict[str, Any]]) -> None:
+    """Print what prefills are predicted to gain, for each group of GPUs."""
+    from tw_compile.runner.expected import TOKENS, in_words
+
+    if not plans:
+        return
+    console.print(f"\n[bold]what a layer is predicted to gain by default[/bold], a prefill of {TOKENS} tokens, bf16")
+    for plan in plans:
+        known = (
+            in_words(plan["expected"]) or "not known: nothing has been measured on this GPU, which its first use does"
+        )
+        console.print(f"{plan['world_size']} ranks  {known}", markup=False, soft_wrap=True)
+    if any(row["wire"] != "exact" for plan in plans for row in plan["expected"]):
+        console.print("wire int8 sends rows in 8 bits, which changes results a little: docs/wires.md", style="dim")
 
 
 def print_links(console: Console, measured: dict[str, Any]) -> None:

@@ -25,6 +25,7 @@ from tw_compile.own_gate import own_gate
 from tw_compile.planning.device import USER_FILE as PROFILE_FILE
 from tw_compile.planning.device import shipped_profile, user_profile
 from tw_compile.runner import topology
+from tw_compile.runner.expected import expected_gains
 from tw_compile.runner.topology import NO_GPUS, WORLD_SIZES, Gpus
 from tw_compile.torch_files import cuda_version, has_gloo, has_symmetric_memory
 
@@ -187,6 +188,7 @@ def _plan(world_size: int, found: Gpus, gate: Gate) -> Report:
             f"({crossover.backend_why}): {crossover.entry}; {crossover.source}"
             for crossover in gate.crossovers(_ELEMENT_BYTES * _HIDDEN_SIZE, world_size=world_size, dtype="bfloat16")
         ],
+        "expected": expected_gains(world_size, transport, gpus[0]["name"], found.calibrations),
     }
 
 
