@@ -31,10 +31,17 @@ def run_named_again(source: Path | None, seed: int) -> None:
 
 
 def run_rows(
-    source: Path | None, seed: int, *, one_shot: bool, form: Form = WHOLE, hidden_size: int = 136, **shape: int
+    source: Path | None,
+    seed: int,
+    *,
+    one_shot: bool,
+    form: Form = WHOLE,
+    hidden_size: int = 136,
+    world_size: int = 3,
+    **shape: int,
 ) -> None:
     options = _LIMITS | {"resident": 2 + seed % 5, "sources": None if source is None else source.parent}
-    machine = rows(3, hidden_size, form, one_shot, seed, first_turn=-3, **(shape | options))
+    machine = rows(world_size, hidden_size, form, one_shot, seed, first_turn=-3, **(shape | options))
     random_calls(machine, seed, 5)
     machine.run()
 
@@ -126,6 +133,12 @@ BROKEN_ROWS: dict[str, tuple[Run, str, str]] = {
         "i == 1",
     ),
     "reads the section of another": (TWO_SHOT, "ONE_SHOT ? 0 : PEERS - 1 - step, turn", "ONE_SHOT ? 0 : step, turn"),
+    "sends a row in the place of those that are loaded with it": (TWO_SHOT, "smaller(first + i, STEPS - 1)", "first"),
+    "sends more rows than there are peers": (
+        partial(run_rows, one_shot=False, world_size=4, hidden_size=264, behind=2, **NARROW),
+        "if (first + i < STEPS) store_sent",
+        "store_sent",
+    ),
     "reads a sharded residual as a whole one": (
         partial(run_rows, one_shot=False, form=SHARDED),
         "(RESIDUAL_SHARDED ? local : row)",
@@ -159,7 +172,15 @@ def test_broken_kernels_are_caught(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "run", [run_words, run_named_again, ONE_SHOT, TWO_SHOT, partial(run_rows, one_shot=True, **NARROW)]
+    "run",
+    [
+        run_words,
+        run_named_again,
+        ONE_SHOT,
+        TWO_SHOT,
+        partial(run_rows, one_shot=True, **NARROW),
+        partial(run_rows, one_shot=False, world_size=4, hidden_size=264, behind=2, **NARROW),
+    ],
 )
 def test_kernels_as_they_are_pass(run: Run) -> None:
     """What catches the broken ones lets these pass."""

@@ -96,6 +96,10 @@ inline constexpr bool EARLY = SumRow::CODED;
 // Whether the other rows that a turn sends are loaded while the one before is encoded. Longer rows would need too many
 // registers.
 inline constexpr bool BESIDE = EARLY && VECTORS == 1;
+// Exact rows that a turn loads together before it sends them. So it waits for memory once, as far as registers allow.
+inline constexpr int MOST_TOGETHER = larger(64 / (VECTORS * (int)sizeof(Eight<X_TYPE>)), 1);
+inline constexpr int ROUNDS = (STEPS + MOST_TOGETHER - 1) / MOST_TOGETHER;
+inline constexpr int TOGETHER = (STEPS + ROUNDS - 1) / ROUNDS;
 inline constexpr int WARPS = THREADS / 32;  // of a row
 inline constexpr int WORKERS = GROUPS * THREADS;
 inline constexpr int BLOCK = WORKERS + 64;
@@ -239,26 +243,40 @@ struct Worker {
     return turn < cta.turns && cta.local_row(turn, group) < (ONE_SHOT ? p.tokens : cta.rows_of(peer_after(p.rank, step)));
   }
   // Loads what is sent. Where there is nothing, it loads some row: a register that may keep an older value is never free.
-  DEVICE void load_sent(int turn, int step) {
+  DEVICE void load_sent(Eight<X_TYPE> (&to)[VECTORS], int turn, int step) const {
     const int local = cta.local_row(turn, group);
     const int row = ONE_SHOT ? local : peer_after(p.rank, step) * cta.per_rank + local;
     const X_TYPE* const from = p.x + (uint64_t)(sends(turn, step) ? row : 0) * HIDDEN;
     Sent::each(thread, [&](int v, Column column) {
-      for (int i = 0; i < Sent::EIGHTS; ++i) load(next[v * Sent::EIGHTS + i], from + column + i * 8);
+      for (int i = 0; i < Sent::EIGHTS; ++i) load(to[v * Sent::EIGHTS + i], from + column + i * 8);
     });
+  }
+  DEVICE void store_sent(const Eight<X_TYPE> (&row)[VECTORS], int turn, int step) const {
+    if (!sends(turn, step)) return;
+    SumRow::Element* const to = sent_row(p.rank, step, turn);
+    SumRow::PieceOf<Sent::WIDTH> pieces[Sent::VECTORS];
+    SumRow::encode(pieces, row);
+    Sent::each(thread, [&](int v, Column column) { store(SumRow::at(to, column), pieces[v]); });
   }
   DEVICE void send(int turn) {
     if (turn >= RING) cta.await(READ, turn - RING + 1, known[READ]);
-    for (int step = 0; step < STEPS; ++step) {
-      if (!EARLY || (!BESIDE && step > 0)) load_sent(turn, step);
-      Eight<X_TYPE> row[VECTORS];
-      for (int v = 0; v < VECTORS; ++v) row[v] = next[v];
-      if (BESIDE && step + 1 < STEPS) load_sent(turn, step + 1);
-      if (!sends(turn, step)) continue;
-      SumRow::Element* const to = sent_row(p.rank, step, turn);
-      SumRow::PieceOf<Sent::WIDTH> pieces[Sent::VECTORS];
-      SumRow::encode(pieces, row);
-      Sent::each(thread, [&](int v, Column column) { store(SumRow::at(to, column), pieces[v]); });
+    if constexpr (EARLY) {
+      for (int step = 0; step < STEPS; ++step) {
+        if (!BESIDE && step > 0) load_sent(next, turn, step);
+        Eight<X_TYPE> row[VECTORS];
+        for (int v = 0; v < VECTORS; ++v) row[v] = next[v];
+        if (BESIDE && step + 1 < STEPS) load_sent(next, turn, step + 1);
+        store_sent(row, turn, step);
+      }
+    } else {
+      for (int first = 0; first < STEPS; first += TOGETHER) {
+        Eight<X_TYPE> rows[TOGETHER][VECTORS];
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i) load_sent(rows[i], turn, smaller(first + i, STEPS - 1));
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i)
+          if (first + i < STEPS) store_sent(rows[i], turn, first + i);
+      }
     }
   }
 
@@ -415,7 +433,7 @@ struct Worker {
     // Results that are loaded when they are taken (DEPTH 0) are counted a turn later.
     constexpr int LATER = !ONE_SHOT && DEPTH == 0 ? 1 : 0;
     const int end = turns + ahead + BEHIND + LATER;
-    if constexpr (EARLY) load_sent(0, 0);
+    if constexpr (EARLY) load_sent(next, 0, 0);
     for (int turn = 0; turn < end; ++turn) {
       const int computing = turn - ahead, taking = computing - BEHIND, local = cta.local_row(computing, group);
       const bool computed = computes(computing);
@@ -490,7 +508,7 @@ struct Worker {
       }
       if constexpr (LATER == 1)
         if (taking >= 0 && taking < turns) take(computing);
-      if constexpr (EARLY) load_sent(turn + 1, 0);
+      if constexpr (EARLY) load_sent(next, turn + 1, 0);
       if (computing >= -1)  // the first time for turns 0 to DEPTH - 1
         for (int next = computing < 0 ? 0 : computing + DEPTH; next <= computing + DEPTH; ++next) ask(next);
     }
