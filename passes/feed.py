@@ -4,13 +4,17 @@
     before:  start; wait_; silu(mm(hidden, gate)) * mm(hidden, up)  after:  start; fed_gated_mm(hidden, gate, up); wait_
 
 Option ``feed_mm`` allows it, and does so by default. A norm's result is fed only if all its readers are GEMMs that one kernel
-launch computes: any other reader would wait for all rows. If a result is not fed, the site records the named reason. These
-decisions, and so the form of each call's kernels, follow from the graph, the options, the group and the GPUs' compute
-capability, which all ranks share. No measurement of a single rank decides them.
+launch computes: any other reader would wait for all rows. If a result is not fed, the site records the named reason.
+
+All ranks must run the same form of each call. Most of what decides is the same on all ranks: the graph, the options, the
+group, the GPUs' compute capability. But a rank's part of a matrix may have other columns than another rank's, and measured
+times differ. So ranks take the decision of the rank that comes first (``agree.py``). A rank whose own GEMMs can't be fed runs
+the call in the same form and collects the rows behind it.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +24,7 @@ import torch.distributed as dist
 import torch.fx as fx
 
 from tw_compile import compat
+from tw_compile.agree import agreed
 from tw_compile.autotune.turns import Turns, measured_turns
 from tw_compile.graph.predicates import aten, is_call, same_shape, value
 from tw_compile.kernels.collective.fed_mm import fed_gated_mm, fed_joint_mm
@@ -39,7 +44,7 @@ from tw_compile.passes.split.schedule.dependences import CommunicationCall, argu
 from tw_compile.report import Site
 
 FED_FROM_TOKENS = 4096
-"""Shorter messages are not fed. On two H100 layers of 512 and 1024 tokens lost 10% and 4%, and one of 4096 gained 1.8%:
+"""Shorter messages are not fed. On two H100 layers of 512 and 1024 tokens lost 10% and 5%, and one of 4096 gained 1.8%:
 GEMMs of few tokens wait for the other ranks' rows (``benchmarks/kernel-notes.md``, section 8)."""
 FED_UP_TO_RANKS = 2
 """Larger groups are not fed. On four H100 layers of 4096 tokens gained 0.2%, and the rows need memory on each rank."""
@@ -48,14 +53,27 @@ _FED: dict[Any, Any] = {joint_mm_leaving_sms: fed_joint_mm, gated_mm_leaving_sms
 
 @dataclass(frozen=True)
 class Feedable:
-    """A call, and the GEMMs that can be fed the rows of its result, in the graph's order."""
+    """A call, and the GEMMs that can be fed the rows of its result, in the graph's order.
+
+    ``turns``: the numbers of rows for which our kernel computes the GEMMs where the call is not fed, as for joined GEMMs.
+    """
 
     call: CommunicationCall
     gemms: tuple[fx.Node, ...]
+    turns: Turns
 
 
-Found = Mapping[int, Feedable | FeedRefused]
-"""By index of each fused site: what can be fed, or why nothing can."""
+@dataclass(frozen=True)
+class NotHere:
+    """A call whose GEMMs can't be fed on this rank, as another rank's perhaps can. ``follows``: the other ranks feed theirs."""
+
+    call: CommunicationCall
+    refused: FeedRefused
+    follows: bool = False
+
+
+Found = Mapping[int, Feedable | NotHere | FeedRefused]
+"""By index of each fused site: what can be fed, or why nothing can. A plain ``FeedRefused`` holds on all ranks."""
 
 
 def feed_gemms(
@@ -64,38 +82,71 @@ def feed_gemms(
     measure: Measure | None = None,
     capability: tuple[int, int] | None = None,
 ) -> Found:
-    """Feed what :func:`find_feedable` finds, and return what it has found.
-
-    ``measure`` (None: :func:`measured_turns`) says for which numbers of rows our kernel is faster where rows are not fed.
-    """
-    return _feed_all(find_feedable(graph, tokens, capability), tokens, measure)
+    """Feed what :func:`find_feedable` finds and all ranks feed. Return what was found."""
+    return _feed_all(agreed_on(find_feedable(graph, tokens, capability, measure), tokens))
 
 
-def find_feedable(graph: fx.Graph, tokens: TokenRange | None, capability: tuple[int, int] | None) -> Found:
-    """What can be fed behind each fused call.
+def find_feedable(
+    graph: fx.Graph, tokens: TokenRange | None, capability: tuple[int, int] | None, measure: Measure | None = None
+) -> Found:
+    """What can be fed behind each fused call on this rank.
 
     ``tokens`` are the token counts that the graph serves; None: any. ``capability`` is that of the GPUs; None on a machine
-    without GPUs.
+    without GPUs. ``measure`` (None: :func:`measured_turns`) says for which numbers of rows our kernel is faster where rows are
+    not fed.
     """
     calls = find_calls(graph)
     if isinstance(calls, SplitRefused):
         return {}
     place = {node: index for index, node in enumerate(graph.nodes)}
-    found: dict[int, Feedable | FeedRefused] = {}
+    found: dict[int, Feedable | NotHere | FeedRefused] = {}
     for call in calls:
         site = annotation(call.start).get("site")
         if site is None or call.enters or call.leaves:
             continue
         refused = _refused_whatever_reads(call, tokens, capability)
-        found[site] = _fed_by(call, place) if refused is None else refused
+        found[site] = _found_behind(call, place, tokens, measure or measured_turns) if refused is None else refused
     return found
+
+
+def agreed_on(found: Found, tokens: TokenRange | None) -> Found:
+    """``found``, with what the rank that came first feeds in the place of what this rank would.
+
+    The key has what all ranks find alike. A graph with the same key may get the decision of another one: then calls have a form
+    that this graph did not need, but the same one on all ranks.
+    """
+    alike = [(site, _alike(one)) for site, one in sorted(found.items())]
+    if all(isinstance(one, FeedRefused) for one in found.values()):
+        return found
+    own = [site for site, one in found.items() if isinstance(one, Feedable)]
+    key = hashlib.sha256(repr((alike, tokens)).encode()).hexdigest()[:32]
+    fed: list[int] = agreed(f"fed/{key}", lambda: own)
+    return {site: _as_agreed(one, site in fed) for site, one in found.items()}
+
+
+def _alike(one: Feedable | NotHere | FeedRefused) -> str:
+    if isinstance(one, FeedRefused):
+        return str(one.reason)
+    hidden = argument(one.call.wait, "hidden")
+    names = sorted(str(user.target) for user in hidden.users)
+    return f"{_result(one.call).shape[-1]} columns, {compat.size_bounds(_result(one.call).shape[0])} rows, {names}"
+
+
+def _as_agreed(one: Feedable | NotHere | FeedRefused, fed: bool) -> Feedable | NotHere | FeedRefused:
+    if isinstance(one, NotHere):
+        return replace(one, follows=fed)
+    if isinstance(one, Feedable) and not fed:
+        return NotHere(
+            one.call, FeedRefused(FeedRefusal.GEMM_NOT_OURS, "another rank can't feed its part of the matrices")
+        )
+    return one
 
 
 def _refused_whatever_reads(
     call: CommunicationCall, tokens: TokenRange | None, capability: tuple[int, int] | None
 ) -> FeedRefused | None:
     """Why nothing is fed the result of ``call``, whatever reads it; None if GEMMs may be fed."""
-    hidden, transport = argument(call.wait, "hidden"), argument(call.start, "transport")
+    transport = argument(call.start, "transport")
     if not TRANSPORTS[transport].feeds:
         return FeedRefused(FeedRefusal.TRANSPORT_NOT_FED, f"transport {transport}")
     ranks = dist.get_world_size(compat.resolve_process_group(argument(call.start, "group_name")))
@@ -103,9 +154,8 @@ def _refused_whatever_reads(
         return FeedRefused(FeedRefusal.GROUP_TOO_LARGE, f"{ranks} > {FED_UP_TO_RANKS} ranks")
     if _result(call).device.type == "cuda" and capability not in (None, CAPABILITY):
         return FeedRefused(FeedRefusal.DEVICE_NOT_SUPPORTED, f"no GEMM for {capability} takes rows as they arrive")
-    rows = rows_served(hidden, tokens)
-    if rows is None or rows[-1] < FED_FROM_TOKENS:
-        most = 0 if rows is None else rows[-1]
+    most = _rows_of(call, tokens)[1]
+    if most is not None and most < FED_FROM_TOKENS:
         return FeedRefused(FeedRefusal.MESSAGE_TOO_SMALL, f"{most} < {FED_FROM_TOKENS} tokens")
     wire = argument(call.start, "wire")
     if wire != EXACT:
@@ -113,7 +163,33 @@ def _refused_whatever_reads(
     return None
 
 
-def _fed_by(call: CommunicationCall, place: dict[fx.Node, int]) -> Feedable | FeedRefused:
+def _rows_of(call: CommunicationCall, tokens: TokenRange | None) -> tuple[int, int | None]:
+    """The fewest and the most rows of the result; None: any number."""
+    rows = _result(call).shape[0]
+    least, most = compat.size_bounds(rows)
+    if tokens is not None and not isinstance(rows, int):
+        factor = compat.known_factor(rows)  # as in rows_served
+        least = max(least, tokens[0] * factor)
+        if tokens[1] is not None:
+            most = tokens[1] * factor if most is None else min(most, tokens[1] * factor)
+    return least, most
+
+
+def _found_behind(
+    call: CommunicationCall, place: dict[fx.Node, int], tokens: TokenRange | None, measure: Measure
+) -> Feedable | NotHere:
+    gemms = _gemms_behind(call, place)
+    if isinstance(gemms, FeedRefused):
+        return NotHere(call, gemms)
+    turns = _turns(gemms, tokens, measure)
+    least = _rows_of(call, tokens)[0]
+    if least < FED_FROM_TOKENS and not turns and _result(call).device.type == "cuda":
+        why = f"from {least} tokens on, and with fewer than {FED_FROM_TOKENS} these GEMMs are better left as they are"
+        return NotHere(call, FeedRefused(FeedRefusal.MESSAGE_TOO_SMALL, why))
+    return Feedable(call, tuple(gemms), turns)
+
+
+def _gemms_behind(call: CommunicationCall, place: dict[fx.Node, int]) -> list[fx.Node] | FeedRefused:
     """The GEMMs that read the result of ``call``, if they can be fed. ``place`` is the place of each node in the graph."""
     hidden, result = argument(call.wait, "hidden"), _result(call)
     if result.dtype != torch.bfloat16:
@@ -139,7 +215,7 @@ def _fed_by(call: CommunicationCall, place: dict[fx.Node, int]) -> Feedable | Fe
         return FeedRefused(FeedRefusal.GEMM_NOT_OURS, f"{gemms[0].name} does not multiply the rows of {hidden.name}")
     if len(gemms) == 1:
         return FeedRefused(FeedRefusal.GEMM_ALONE, f"{gemms[0].name} is the only one, and the library's can't be fed")
-    return Feedable(call, tuple(gemms))
+    return gemms
 
 
 def _result(call: CommunicationCall) -> torch.Tensor:
@@ -148,22 +224,23 @@ def _result(call: CommunicationCall) -> torch.Tensor:
     return result
 
 
-def _feed_all(found: Found, tokens: TokenRange | None, measure: Measure | None = None) -> Found:
+def _feed_all(found: Found) -> Found:
     for one in found.values():
         if isinstance(one, Feedable):
-            _feed(one, _turns(one.gemms, tokens, measure or measured_turns))
+            _feed(one)
+        elif isinstance(one, NotHere) and one.follows:
+            one.call.start.update_kwarg("feed_from", FED_FROM_TOKENS)
     return found
 
 
 def _turns(gemms: Sequence[fx.Node], tokens: TokenRange | None, measure: Measure) -> Turns:
-    """The numbers of rows for which our kernel computes ``gemms`` where the call is not fed, as for joined GEMMs."""
     described, rows = gemms_of(gemms), rows_served(gemms[0], tokens)
     if described is None or rows is None:
         return ()
     return measure(described, rows, gemms[0].meta["val"].device) or ()
 
 
-def _feed(found: Feedable, turns: Turns) -> None:
+def _feed(found: Feedable) -> None:
     """Replace the GEMMs by one operator in front of the wait."""
     call = found.call
     node = joint.join(found.gemms).adopt()
@@ -174,7 +251,7 @@ def _feed(found: Feedable, turns: Turns) -> None:
     call.start.update_kwarg("feed_from", FED_FROM_TOKENS)
     call.wait.prepend(node)
     node.target = _FED[node.target]
-    node.args = (hidden, *operands, list(turns), argument(call.wait, "group_name"), argument(call.wait, "slot"))
+    node.args = (hidden, *operands, list(found.turns), argument(call.wait, "group_name"), argument(call.wait, "slot"))
     assert isinstance(rows, fx.Node)
     if rows is not hidden and not rows.users:
         joint.erase(rows)
@@ -188,15 +265,28 @@ def _look(graph: fx.Graph, context: Context) -> Outcome | None:
     if whole is not None:
         return _noted(context, {site.index: whole for site in decided.sites if site.decision == "fused"})
     found = _found(graph, context)
-    return None if any(isinstance(one, Feedable) for one in found.values()) else _noted(context, found)
+    return None if any(_changes(one) for one in found.values()) else _noted(context, found)
 
 
 def _run(graph: fx.Graph, context: Context) -> Outcome:
-    return _noted(context, _feed_all(_found(graph, context), context.tokens))
+    return _noted(context, _feed_all(_found(graph, context)))
 
 
 def _found(graph: fx.Graph, context: Context) -> Found:
-    return context.analysis(find_feedable, graph, context.tokens, context.gate.node.capability)
+    return agreed_on(
+        context.analysis(find_feedable, graph, context.tokens, context.gate.node.capability), context.tokens
+    )
+
+
+def _changes(one: Feedable | NotHere | FeedRefused) -> bool:
+    return isinstance(one, Feedable) or (isinstance(one, NotHere) and one.follows)
+
+
+def _refused(one: Feedable | NotHere | FeedRefused) -> FeedRefused | None:
+    """Why no GEMM is fed on this rank; None: one is."""
+    if isinstance(one, NotHere):
+        return one.refused
+    return one if isinstance(one, FeedRefused) else None
 
 
 def _noted(context: Context, found: Found) -> Outcome:
@@ -205,9 +295,10 @@ def _noted(context: Context, found: Found) -> Outcome:
     context.keep(FusionDecisions(tuple(_with(site, found) for site in decided.sites)))
     counts: dict[str, int] = {}
     for one in found.values():
-        name = str(one.reason) if isinstance(one, FeedRefused) else "fed"
+        refused = _refused(one)
+        name = "fed" if refused is None else str(refused.reason)
         counts[name] = counts.get(name, 0) + 1
-    return Outcome(bool(counts.get("fed")), counts)
+    return Outcome(any(map(_changes, found.values())), counts)
 
 
 def _of_the_whole_graph(context: Context) -> FeedRefused | None:
@@ -221,10 +312,10 @@ def _of_the_whole_graph(context: Context) -> FeedRefused | None:
 def _with(site: Site, found: Found) -> Site:
     if site.index not in found:
         return site
-    one = found[site.index]
-    if isinstance(one, FeedRefused):
-        return replace(site, feed_refusal=one.reason, feed_detail=one.detail)
-    return replace(site, consumer="fed")
+    refused = _refused(found[site.index])
+    if refused is None:
+        return replace(site, consumer="fed")
+    return replace(site, feed_refusal=refused.reason, feed_detail=refused.detail)
 
 
 FEED = Pass("feed_gemms", _run, look=_look)

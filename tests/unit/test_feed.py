@@ -25,7 +25,7 @@ from tw_compile.passes import feed, manager
 from tw_compile.passes.contract import Context
 from tw_compile.passes.feed import FEED, feed_gemms
 from tw_compile.passes.fusion import FusionDecisions
-from tw_compile.passes.reasons import FeedRefusal, FeedRefused
+from tw_compile.passes.reasons import FeedRefusal
 from tw_compile.passes.split import SplitReport
 from tw_compile.passes.split.schedule.dependences import argument, find_calls
 from tw_compile.report import Site
@@ -65,8 +65,8 @@ def graph_of(family: str = "llama", **changes: Any) -> fx.Graph:
 
 def reasons(graph: fx.Graph) -> list[str]:
     """Of each fused site, in graph order; ``fed`` where it is."""
-    found = feed_gemms(graph, None).values()
-    return [str(one.reason) if isinstance(one, FeedRefused) else "fed" for one in found]
+    found = map(feed._refused, feed_gemms(graph, None).values())
+    return ["fed" if one is None else str(one.reason) for one in found]
 
 
 @pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.full)])
@@ -244,8 +244,49 @@ def test_only_hopper_is_fed(capability: tuple[int, int]) -> None:
     assert rewritten(4096, config, gate=other).report.fed == {FeedRefusal.DEVICE_NOT_SUPPORTED: 5}
 
 
-def test_calls_of_few_tokens_prefetch_the_weights_of_fed_gemms() -> None:
+def test_a_graph_for_few_tokens_too_is_fed_where_our_kernel_computes_its_gemms_anyway(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    unmeasured = rewritten(4096, Config(strict=True, transport="p2p"), dynamic=True)
+    assert unmeasured.report.fed == {FeedRefusal.MESSAGE_TOO_SMALL: 4, FeedRefusal.RESIDUAL_ON_ALL_RANKS: 1}
+    assert not find_ops(unmeasured.after.graph, "fed_gated_mm")
+    monkeypatch.setattr(feed, "measured_turns", lambda gemms, rows, device: (64,))
+    assert rewritten(4096, Config(strict=True, transport="p2p"), dynamic=True).report.fed["fed"] == 4
+
+
+def test_a_range_of_tokens_that_ends_earlier_is_not_fed(short: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "FED_FROM_TOKENS", 4096)
+    found = feed_gemms(graph_of(dynamic=True), (1, 4095), lambda gemms, rows, device: (64,)).values()
+    refused = [feed._refused(one) for one in found]
+    assert {one and one.reason for one in refused} == {FeedRefusal.MESSAGE_TOO_SMALL}
+
+
+def test_ranks_feed_what_the_first_of_them_feeds(short: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank whose own matrices don't suit runs the same form of the call, and one whose do leaves them where others can't."""
+    asked: list[tuple[str, list[int]]] = []
+
+    def first_feeds(sites: list[int]) -> None:
+        monkeypatch.setattr(feed, "agreed", lambda key, own: asked.append((key, own())) or sites)
+
+    def form(graph: fx.Graph) -> tuple[list[int], int]:
+        calls = find_calls(graph)
+        assert isinstance(calls, list)
+        from_tokens = [argument(call.start, "feed_from") for call in calls]
+        return [site for site, tokens in enumerate(from_tokens) if tokens], len(find_ops(graph, "fed_gated_mm"))
+
+    first_feeds([0, 1, 2])
+    suits, doesnt = graph_of(), graph_of(intermediate_size=132)
+    assert reasons(suits)[:4] == ["fed", "fed", "fed", FeedRefusal.GEMM_NOT_OURS]
+    found = feed_gemms(doesnt, None)
+    assert form(suits) == ([0, 1, 2], 1) and form(doesnt) == ([0, 1, 2], 0), "the same form of each call"
+    assert [site for site, one in found.items() if isinstance(one, feed.NotHere) and one.follows] == [1]
+    (key, own), *_, (other_key, other) = asked
+    assert key == other_key and set(other) < set(own)
+
+
+def test_calls_of_few_tokens_prefetch_the_weights_of_fed_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph for few and many tokens has fed GEMMs. Its short calls prefetch what they prefetch where nothing is fed."""
+    monkeypatch.setattr(feed, "measured_turns", lambda gemms, rows, device: (64,))
 
     def prefetched(feed_mm: str, fed: int) -> list[str]:
         config = Config(strict=True, transport="p2p", prefetch=str(2**23), feed_mm=feed_mm)

@@ -23,30 +23,35 @@ from tw_compile.kernels.collective.peer_access import peer_access_obstacle
 
 ALL_PARTS_BYTES = 8 * 2**20
 """Of all ranks together."""
+_PAGE = 64 * 1024
+_MIN_BYTES = 2**20
 _PART = "part"
 
 
 class HostCopies(Contender):
-    """Bare copies by the copy engines, where GPUs can't reach each other's memory."""
+    """Bare copies by the copy engines, where GPUs can't reach each other's memory. All its calls share the parts."""
 
     label = HOST_COPIES
     kind = "bound"
     reduces = False
 
+    def __init__(self) -> None:
+        self._made: tuple[list[torch.Tensor], torch.cuda.Stream] | None = None
+
     def obstacle(self, size: MessageSize, world_size: int) -> str | None:
         if peer_access_obstacle(range(world_size)) is None:
             return "the GPUs reach each other's memory, so nothing need go through the host's"
+        if size.nbytes < _MIN_BYTES:
+            return f"copies of less take longer to begin than kernels need: tried from {_MIN_BYTES // 2**20} MiB"
         return None
 
     def prepare(self, ranks: Ranks, problem: Problem) -> ContenderCall:
         x, world, rank = problem.x, ranks.ctx.world_size, ranks.ctx.rank
-        memory, side = HostMemory(), torch.cuda.Stream()
-        most = ALL_PARTS_BYTES // world
-        own = ranks.together(lambda: memory.allocate({_PART: most}, x.device))
-        try:
-            parts = ranks.together(lambda: memory.share_in(own, ranks.control, rank)[_PART].handle)
-        finally:
-            memory.settle(own)
+        if self._made is None:
+            # Streams of this priority are never the one that a graph is captured on: copies there would go in turn.
+            self._made = _parts_of_all(ranks, x.device), torch.cuda.Stream(priority=-1)
+        parts, side = self._made
+        most = parts[rank].numel()
         sent = x.view(torch.uint8).view(-1)
         received = torch.empty_like(sent)
         peers = [parts[(rank + step) % world] for step in range(1, world)]
@@ -65,6 +70,20 @@ class HostCopies(Contender):
             return problem.x, problem.residual
 
         return call
+
+
+def _parts_of_all(ranks: Ranks, device: torch.device) -> list[torch.Tensor]:
+    """Each rank's part, by rank. Collective. No file keeps its name, also where a rank has no memory for its part."""
+    memory, own = HostMemory(), dict[str, torch.Tensor]()
+    nbytes = ALL_PARTS_BYTES // ranks.ctx.world_size // _PAGE * _PAGE
+    try:
+        ranks.together(lambda: own.update(memory.allocate({_PART: nbytes}, device)))
+        parts: list[torch.Tensor] = ranks.together(
+            lambda: memory.share_in(own, ranks.control, ranks.ctx.rank)[_PART].handle
+        )
+        return parts
+    finally:
+        memory.settle(own)
 
 
 def pieces(nbytes: int, most: int) -> Iterator[tuple[int, int]]:

@@ -16,7 +16,7 @@ def plot(report: dict[str, Any], path: str) -> None:
         own = [row for row in rows if row.hidden == hidden]
         title = f"hidden {hidden}, {report['dtype']}"
         share = {
-            "ylim": (0, 1),
+            "ylim": (0, None if report.get("through_host") else 1),
             "ylabel": f"share of {bound_of(report)}",
         }
         # A contender that moves fewer bytes has another bound.

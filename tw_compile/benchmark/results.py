@@ -117,7 +117,7 @@ def complete(rows: list[Row], size: MessageSize, spec: BenchSpec, through_host: 
 
 def bound_of(report: dict[str, Any]) -> str:
     """What ``share_of_bound`` is a share of, in words."""
-    if report["through_host"]:
+    if report.get("through_host"):
         return "bare copies of two-shot's bytes to and from host memory"
     return f"two-shot traffic at {report['link_gb_per_s']:.0f} GB/s a direction"
 
