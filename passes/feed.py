@@ -137,7 +137,7 @@ def _as_agreed(one: Feedable | NotHere | FeedRefused, fed: bool) -> Feedable | N
         return replace(one, follows=fed)
     if isinstance(one, Feedable) and not fed:
         return NotHere(
-            one.call, FeedRefused(FeedRefusal.GEMM_NOT_OURS, "another rank can't feed its part of the matrices")
+            one.call, FeedRefused(FeedRefusal.GEMM_NOT_OURS, "the rank that compiled first does not feed its part")
         )
     return one
 
@@ -177,10 +177,10 @@ def _rows_of(call: CommunicationCall, tokens: TokenRange | None) -> tuple[int, i
 
 def _found_behind(
     call: CommunicationCall, place: dict[fx.Node, int], tokens: TokenRange | None, measure: Measure
-) -> Feedable | NotHere:
+) -> Feedable | NotHere | FeedRefused:
     gemms = _gemms_behind(call, place)
     if isinstance(gemms, FeedRefused):
-        return NotHere(call, gemms)
+        return NotHere(call, gemms) if gemms.reason is FeedRefusal.GEMM_NOT_OURS else gemms
     turns = _turns(gemms, tokens, measure)
     least = _rows_of(call, tokens)[0]
     if least < FED_FROM_TOKENS and not turns and _result(call).device.type == "cuda":
