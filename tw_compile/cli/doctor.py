@@ -152,7 +152,7 @@ def _print_expected(console: Console, plans: Sequence[dict[str, Any]]) -> None:
     console.print(f"\n[bold]what a layer is predicted to gain by default[/bold], a prefill of {TOKENS} tokens, bf16")
     for plan in plans:
         known = (
-            in_words(plan["expected"]) or "not known: nothing has been measured on this GPU, which its first use does"
+            in_words(plan["expected"]) or "not known: nothing has been measured on this GPU. Its first use does that"
         )
         console.print(f"{plan['world_size']} ranks  {known}", markup=False, soft_wrap=True)
     if any(row["wire"] != "exact" for plan in plans for row in plan["expected"]):
