@@ -12,7 +12,11 @@ sys.path.insert(0, str(ROOT / "docs"))
 
 from draw_imports import imported, modules  # noqa: E402
 
-ONLY_STARTED = {"tw_compile.cli.__main__", "tw_compile.benchmark.vllm.worker"}
+ONLY_STARTED = {
+    "tw_compile.cli.__main__",
+    "tw_compile.benchmark.vllm.worker",
+    "tw_compile.benchmark.vllm.no_communication",
+}
 """Started as a program, or imported by vLLM in processes of its own."""
 
 

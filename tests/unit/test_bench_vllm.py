@@ -66,6 +66,21 @@ def test_variants_differ_in_what_they_say_and_ours_are_options_that_there_are() 
         variants(dataclasses.replace(SPEC, only=("on",)))
 
 
+def test_an_engine_without_all_reduces_is_timed_and_never_judged(vllm: Path) -> None:
+    """Its tokens and log-probabilities are wrong on purpose, so nobody compares them."""
+    spec = dataclasses.replace(SMALL, only=("off", "fuse", "no-communication", "reference"), engine={})
+    bound = next(one for one in engines(spec, "folder") if one.variant.kind == "bound")
+    assert bound.arguments["worker_extension_cls"].endswith("no_communication.WorkerExtension")
+    report = ran(spec)
+    rows = {(row.label, row.trace): row for row in rows_of(report)}
+    assert ("no-communication", ACCURACY) not in rows and ("fuse", ACCURACY) in rows
+    own = [row for (label, _), row in rows.items() if label == "no-communication"]
+    assert own and all(row.tokens_per_s and row.kind == "bound" for row in own)
+    assert {(row.agreement, row.speedup, row.refused) for row in own} == {(None, None, None)}
+    assert all(row.speedup for (label, trace), row in rows.items() if label == "fuse" and trace != ACCURACY)
+    assert not failures(rows.values()) and printed(report).count("no-communication") > len(own)
+
+
 def test_engines_with_a_wire_are_beside_the_exact_ones() -> None:
     spec = dataclasses.replace(SPEC, wires=("int8",), peer_access=False)
     own = [one.label for one in variants(spec)]

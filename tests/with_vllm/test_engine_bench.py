@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
+import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -116,6 +118,30 @@ def test_requests_have_the_times_that_are_read(folder: Path) -> None:
     assert "time.monotonic()" in inspect.getsource(EngineCoreOutputs)  # the clock that the benchmark reads, too
     for name in ("sleep", "enqueue", "wake_up", "wait_for_completion", "collective_rpc"):
         assert callable(getattr(LLM, name))
+
+
+def test_a_worker_without_all_reduces_goes_on_with_its_own_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of vLLM's layers sum by this function."""
+    from vllm.distributed import communication_op, parallel_state, tensor_model_parallel_all_reduce
+
+    from tw_compile.benchmark.vllm.spec import EXTENSION_WITHOUT_ALL_REDUCES
+    from tw_compile.benchmark.vllm.worker import WorkerExtension
+
+    def rows(count: int) -> torch.Tensor:
+        return tensor_model_parallel_all_reduce(torch.ones(count, 4) + 1)
+
+    coordinator = parallel_state.GroupCoordinator
+    group = object.__new__(coordinator)
+    group.world_size, group.use_custom_op_call = 2, False
+    monkeypatch.setattr(communication_op, "get_tp_group", lambda: group)
+    monkeypatch.setattr(coordinator, "_all_reduce_out_place", lambda self, x: x * 10)
+    monkeypatch.setattr(coordinator, "all_reduce", coordinator.all_reduce)  # is what it was at the end of the test
+    assert torch.equal(rows(3), torch.full((3, 4), 20.0))
+    module, name = EXTENSION_WITHOUT_ALL_REDUCES.rsplit(".", 1)
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    extension = getattr(importlib.import_module(module), name)
+    assert issubclass(extension, WorkerExtension)
+    assert torch.equal(torch.compile(rows, backend="eager", fullgraph=True)(3), torch.full((3, 4), 2.0))
 
 
 def test_the_worker_has_what_the_extension_reads_and_nothing_of_its_names(folder: Path) -> None:

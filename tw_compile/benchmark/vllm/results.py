@@ -33,7 +33,7 @@ class VllmRow:
     """One variant on one trace.
 
     Attributes:
-        kind: "baseline", "control", "ours" or "reference".
+        kind: "baseline", "control", "ours", "bound" or "reference".
         trace: "prefill", "mixed", "decode", or "accuracy", which has no times.
         chunk: ``max_num_batched_tokens``.
         requests: How many requests the trace has. Those of a decode trace run side by side.

@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from typing import Any, Literal
 
-from tw_compile.benchmark.vllm.traces import Trace, accuracy_trace, mixed_lengths
+from tw_compile.benchmark.vllm.traces import ACCURACY, Trace, accuracy_trace, mixed_lengths
 from tw_compile.harness.requests import UsageError
 from tw_compile.harness.spec import check_labels, with_labels
 from tw_compile.kernels.collective.wires import EXACT
 
-VariantKind = Literal["baseline", "control", "ours", "reference"]
+VariantKind = Literal["baseline", "control", "ours", "bound", "reference"]
 KINDS = ("prefill", "mixed", "decode")
 DECODE_PROMPT = 128
 """Tokens of a prompt of the decode traces, or fewer where the batch would not fit into one step."""
@@ -20,12 +20,15 @@ MIN_SEQUENCES = 256
 GPU_MEMORY_PERCENT = 90
 """The share of a GPU's memory that engines may use. Engines that run at the same time divide it equally."""
 EXTENSION = "tw_compile.benchmark.vllm.worker.WorkerExtension"
+EXTENSION_WITHOUT_ALL_REDUCES = "tw_compile.benchmark.vllm.no_communication.WorkerExtension"
 FUSE, SPLIT = "fuse", "fuse+split"
 WIRE_MIN_BYTES = 2**20
 """Messages from this size on have the wire of a variant, over any transport. A decode step's are smaller, and stay exact."""
 GEMMS_APART, NO_GRAPHS = "fuse-gemms-apart", "fuse+split-no-graphs"
-_ON_REQUEST = (GEMMS_APART, NO_GRAPHS)
-"""Variants that take part only where ``--only`` names them: they show what joined GEMMs gain, and graphs of long steps."""
+NO_COMMUNICATION = "no-communication"
+_ON_REQUEST = (GEMMS_APART, NO_GRAPHS, NO_COMMUNICATION)
+"""Variants that take part only where ``--only`` names them. They show what joined GEMMs gain, what graphs of long steps gain,
+and how fast vLLM would be if its all_reduces took no time."""
 OTHER_ALL_REDUCE = "off-nccl"
 """This control is left out where peer access is left unused: all variants then have its all_reduce."""
 
@@ -45,8 +48,9 @@ class EngineVariant:
     """One way to run the engine.
 
     Attributes:
-        kind: "baseline" is vLLM alone, "control" is vLLM alone with another all_reduce, "ours" has the passes. "reference" is
-            vLLM alone in float32; errors of the others' log-probabilities are distances from its own.
+        kind: "baseline" is vLLM alone, "control" is vLLM alone with another all_reduce, "ours" has the passes. "bound" is vLLM
+            alone without all_reduces, whose results are wrong. "reference" is vLLM alone in float32; errors of the others'
+            log-probabilities are distances from its own.
         environment: Variables that its processes get in addition to the user's environment.
         arguments: Arguments of ``vllm.LLM`` in addition to those that all engines get.
         wire: How rows of large messages travel.
@@ -78,6 +82,7 @@ VARIANTS = (
     EngineVariant(
         "off-nccl-tree", "control", _OFF | {"NCCL_ALGO": "allreduce:tree"}, {"disable_custom_all_reduce": True}
     ),
+    EngineVariant(NO_COMMUNICATION, "bound", arguments={"worker_extension_cls": EXTENSION_WITHOUT_ALL_REDUCES}),
     # float32 has 2^-16 of bfloat16's error. It stands in for float64, which vLLM does not have. Nothing may be tf32. Triton's
     # attention (FlashAttention has no float32) leaves the precision of its dots to Triton's default. The environment makes that
     # default IEEE's, and does the same for torch's matmuls. The rest is plain torch operators. A quantised checkpoint's layers
@@ -270,14 +275,19 @@ def engines(spec: VllmSpec, folder: str) -> list[EngineStart]:
         return _merged(own, spec.engine, variant.arguments)
 
     return [
-        EngineStart(
-            variant, chunk, arguments(chunk, variant), plan[chunk][-1:] if variant.kind == "reference" else plan[chunk]
-        )
+        EngineStart(variant, chunk, arguments(chunk, variant), _traces_of_kind(variant.kind, plan[chunk]))
         for chunk in spec.chunks
         if plan[chunk]
         for variant in everyone
         if variant.kind != "reference" or chunk == largest
     ]
+
+
+def _traces_of_kind(kind: VariantKind, chosen: tuple[Trace, ...]) -> tuple[Trace, ...]:
+    """Those of ``chosen`` that a variant of this kind runs. A reference is not timed, and a bound has no right results."""
+    if kind == "reference":
+        return chosen[-1:]
+    return tuple(trace for trace in chosen if kind != "bound" or trace.kind != ACCURACY)
 
 
 def groups(spec: VllmSpec, plan: Sequence[EngineStart]) -> list[list[EngineStart]]:

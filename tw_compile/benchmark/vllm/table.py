@@ -14,7 +14,7 @@ from tw_compile.harness.table import mebibytes, number, plain_table, print_heade
 from tw_compile.kernels.collective.wires import EXACT
 
 COLUMNS = ("", "tokens/s", "slowest - fastest", "TTFT p50 / p99 ms", "TPOT p50 / p99 ms", "speed-up", "as off's")
-_STYLES = {"ours": "bold", "control": "dim"}
+_STYLES = {"ours": "bold", "control": "dim", "bound": "dim"}
 
 
 def print_report(console: Console, report: dict[str, Any]) -> None:
