@@ -1,7 +1,8 @@
-"""The error budget of results that are float8."""
+"""The error budget: of single elements, and of results that are float8."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tw_compile.harness.problems import Context, Form, expect_within_budget, of_exact
@@ -13,6 +14,20 @@ def failures(got: torch.Tensor, base: torch.Tensor, want: torch.Tensor, at_best:
     ctx = Context(0, 1, torch.device("cpu"), "")
     expect_within_budget(ctx, "hidden", got, base, want, at_best=at_best)
     return ctx.failures
+
+
+@pytest.mark.parametrize(("dtype", "ulps"), [(torch.float32, 2), (torch.bfloat16, 1)])
+def test_the_worst_element_may_be_two_ulps_off_in_float32_and_one_in_what_is_shorter(
+    dtype: torch.dtype, ulps: int
+) -> None:
+    """Of a base that is exact by chance. All other elements are exact, so the root mean squares are small."""
+    want = torch.ones(64, 4096, dtype=torch.float64)
+    base = want.to(dtype)
+    for off in range(4):
+        got = base.clone()
+        got[0, 0] += off * torch.finfo(dtype).eps
+        broken = [line for line in failures(got, base, want, None) if "max error" in line]
+        assert bool(broken) == (off > ulps), off
 
 
 def one_group() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

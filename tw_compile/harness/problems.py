@@ -320,8 +320,9 @@ def expect_within_budget(
     """Expect the error of ``got`` against ``want`` (float64) to be at most ``ERROR_RATIO`` times that of ``base``.
 
     This holds for the root mean square overall and of the worst row, and for the worst element. There is a slack of 4 float32
-    ulps for the root mean squares, and of 1 ulp of the result's dtype for the element. ``budget`` is what the message calls
-    ``base``.
+    ulps for the root mean squares, and of 1 ulp of the result's dtype for the element. It is 2 ulps in float32, as all steps
+    round to it, and ``rsqrtf`` alone may be off by 2: by chance ``base`` is nearer than it may be. ``budget`` is what the
+    message calls ``base``.
 
     ``at_best``: float8 values of ``want`` itself. The worst element is one of few that lie in the middle between two codes. By
     chance ``base`` may have a smaller error there than exact values have as float8. So the element is allowed either error.
@@ -340,8 +341,8 @@ def expect_within_budget(
     known = (got, base) if at_best is None else (got, base, at_best)
     top, *allowed = (float((value.double() - want).abs().max()) for value in known)
     base_top = max(allowed)
-    ulp = torch.finfo(got.dtype).eps * float(want.abs().max())
-    ctx.expect(top <= ERROR_RATIO * base_top + ulp, f"{name}: max error {top:.3e}, {budget} {base_top:.3e}")
+    ulps = (2 if got.dtype == torch.float32 else 1) * torch.finfo(got.dtype).eps * float(want.abs().max())
+    ctx.expect(top <= ERROR_RATIO * base_top + ulps, f"{name}: max error {top:.3e}, {budget} {base_top:.3e}")
 
 
 def expect_same_on_all_ranks(ctx: Context, name: str, tensor: torch.Tensor) -> None:
