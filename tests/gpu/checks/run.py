@@ -3,7 +3,7 @@
     python tests/gpu/checks --world-size 4 --json results.json [--only accuracy,form] [--timeout 360]
 
 Each rank has a GPU of its own. With fewer GPUs they share them, for results alone: slowly, joined by gloo, without the checks
-that need NCCL, and with a hundredth of the calls where there are very many (``sharing``)::
+that need NCCL, and with a hundredth of the calls where there are very many. ``sharing`` says how to run all of them::
 
     python tests/gpu/checks --world-size 8 --gpus 2 --timeout 580 [--only push]
 
@@ -69,7 +69,7 @@ from gpu.checks import (
     wires,
 )
 from gpu.checks.accuracy import FORMS, accuracy_of_form, accuracy_of_hidden_size
-from gpu.checks.sharing import NEED_NCCL, SHORTENED_BY, share_gpus
+from gpu.checks.sharing import NEED_NCCL, share_gpus, shortened_by
 from gpu.checks.transports import ALGORITHMS, MOST_COLUMNS, NEED_WHOLE_RESIDUALS
 from tw_compile import compat
 from tw_compile.child import Child, end
@@ -230,8 +230,8 @@ def join(rank: int, world_size: int, gpus: int, folder: str) -> Context:
     else:
         dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size, device_id=device)
     assert dist.group.WORLD is not None
-    shortened_by = SHORTENED_BY if gpus < world_size else 1
-    return Context(rank, world_size, device, compat.group_name(dist.group.WORLD), shortened_by=shortened_by)
+    fewer = shortened_by() if gpus < world_size else 1
+    return Context(rank, world_size, device, compat.group_name(dist.group.WORLD), shortened_by=fewer)
 
 
 def run_rank(rank: int, world_size: int, gpus: int, folder: str, names: list[str], deadline: float) -> None:

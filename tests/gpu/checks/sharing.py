@@ -2,6 +2,14 @@
 
 The driver runs the processes of one GPU in turn, a slice of time each, so kernels that wait for each other do make progress:
 a slice or more for each wait. NCCL refuses two ranks on one GPU, so gloo joins them.
+
+With CUDA's multi-process service (MPS) they run at the same time, and checks are as long as where each rank has a GPU. Start it
+as the same user, and give the checks its folder::
+
+    export CUDA_MPS_PIPE_DIRECTORY=/tmp/mps CUDA_MPS_LOG_DIRECTORY=/tmp/mps-log
+    mkdir -p $CUDA_MPS_PIPE_DIRECTORY $CUDA_MPS_LOG_DIRECTORY && nvidia-cuda-mps-control -d
+    python tests/gpu/checks --world-size 8 --gpus 2 --only host_ --timeout 580
+    echo quit | nvidia-cuda-mps-control
 """
 
 from __future__ import annotations
@@ -10,11 +18,17 @@ import os
 
 from tw_compile.kernels.collective import p2p_group
 
-SHORTENED_BY = 100
-"""What checks of very many calls divide their number by: a call takes milliseconds where ranks share GPUs."""
+IN_TURN_SHORTENED_BY = 100
+"""What checks of very many calls divide their number by where ranks have a GPU in turn: a call takes milliseconds there."""
+MPS = "CUDA_MPS_PIPE_DIRECTORY"
 
 NEED_NCCL = ("nccl_", "capture_without_room_uses_nccl")
 """How the names of checks begin that are about NCCL, or capture what gloo would have to do on the host."""
+
+
+def shortened_by() -> int:
+    """What checks of very many calls divide their number by where ranks share GPUs. The same on all ranks."""
+    return 1 if os.environ.get(MPS) else IN_TURN_SHORTENED_BY
 
 
 def share_gpus() -> None:
