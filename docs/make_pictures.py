@@ -202,20 +202,28 @@ def draw_host() -> None:
 
 @dataclass(frozen=True)
 class Gain:
-    """A bar: the speed-ups of the rows of ``files`` (of ``benchmarks/results``) whose columns are ``where``."""
+    """A bar: the speed-ups of the rows of ``files`` (of ``benchmarks/results``) whose columns are ``where``.
+
+    ``tokens``: of each file, the only token count that is drawn; empty for all of them.
+    """
 
     label: str
     fill: str
     files: tuple[str, ...]
     where: tuple[tuple[str, str], ...]
+    tokens: tuple[str, ...] = ()
 
     def speedups(self) -> list[float]:
-        rows = [row for file in self.files for row in csv.DictReader((RESULTS / file).read_text().splitlines())]
-        return [
-            float(row["speedup"])
-            for row in rows
-            if row["speedup"] and all(row[column] == value for column, value in self.where)
-        ]
+        found = []
+        for file, tokens in zip(self.files, self.tokens or ("",) * len(self.files), strict=True):
+            where = (*self.where, ("tokens", tokens)) if tokens else self.where
+            rows = csv.DictReader((RESULTS / file).read_text().splitlines())
+            found += [
+                float(row["speedup"])
+                for row in rows
+                if row["speedup"] and all(row[column] == value for column, value in where)
+            ]
+        return found
 
 
 _BY_DEFAULT, _INT8, _PREFILL = (
@@ -224,7 +232,10 @@ _BY_DEFAULT, _INT8, _PREFILL = (
     (("label", "fuse+split"), ("trace", "prefill")),
 )
 _ON_HOST_TP2 = tuple(f"2026-11-27-2xh100-layer-host-llama-3.1-8b-16-layers-{tokens}-tp2.csv" for tokens in (1024, 4096))
-_ON_HOST_TP4 = ("2026-11-26-4xh100-layer-host-llama-3.1-8b-8-layers-tp4.csv",)
+_ON_HOST_TP4 = (
+    "2026-11-27-4xh200-layer-host-llama-3.1-8b-32-layers-tp4.csv",
+    "2026-11-26-4xh100-layer-host-llama-3.1-8b-8-layers-tp4.csv",
+)
 GAINS = {
     "with NVLink, against the best unfused layer": (
         Gain("2 H100, Llama-3.3-70B", FUSED, ("2026-11-26-2xh100-layer-paper-llama-3.3-70b-tp2.csv",), _BY_DEFAULT),
@@ -232,8 +243,8 @@ GAINS = {
         Gain("4 H100, Llama-3.3-70B", FUSED, ("2026-11-26-4xh100-layer-llama-3.3-70b-tp4.csv",), _BY_DEFAULT),
     ),
     "with peer access switched off, against Inductor + NCCL": (
-        Gain("4 H100, Llama-3.1-8B", COMPUTE, _ON_HOST_TP4, _BY_DEFAULT),
-        Gain("the same, rows in 8 bits", SECOND, _ON_HOST_TP4, _INT8),
+        Gain("4 H200 and 4 H100, Llama-3.1-8B", COMPUTE, _ON_HOST_TP4, _BY_DEFAULT, ("1024", "4096")),
+        Gain("the same, rows in 8 bits", SECOND, _ON_HOST_TP4, _INT8, ("1024", "4096")),
         Gain(
             "2 H200, Llama-3.1-8B",
             COMPUTE,
