@@ -193,11 +193,22 @@ class Selector(Chooser):
 
 
 class Insist(Chooser):
-    """One algorithm for everything that it can serve; for benchmarks and tests."""
+    """One algorithm for everything that it can serve; for benchmarks and tests.
+
+    Attributes:
+        refusals: Why it could not serve the requests that others served instead.
+    """
 
     def __init__(self, algorithm: Algorithm, transport: str = P2P) -> None:
         super().__init__(transport)
         self._candidates = (algorithm, serves_all(transport))
+        self.refusals: set[str] = set()
+
+    def choose(self, request: Request, state: GroupState) -> Algorithm:
+        """See :class:`Chooser`."""
+        if (refusal := self._candidates[0].obstacle(request, state)) is not None:
+            self.refusals.add(refusal)
+        return super().choose(request, state)
 
     def candidates(self, request: Request) -> Sequence[Algorithm]:
         """See :class:`Chooser`."""

@@ -25,6 +25,7 @@ from tw_compile.cli.bench_common import (
 )
 from tw_compile.cli.common import JsonOption
 from tw_compile.harness.requests import UsageError
+from tw_compile.kernels.algorithms import ALGORITHMS
 from tw_compile.kernels.collective.wires import EXACT
 from tw_compile.model_file import read_model_file, text_part
 
@@ -81,6 +82,14 @@ def layer(
     ] = False,
     wire: WiresOption = EXACT,
     prefetch: PrefetchOption = None,
+    kernels: Annotated[
+        str | None,
+        typer.Option(
+            "--kernels",
+            metavar="NAME[,...]",
+            help="Variants all of whose calls one of these kernels serves take part beside the others.",
+        ),
+    ] = None,
     repeats: RepeatsOption = 50,
     seed: SeedOption = 0,
     timeout: TimeoutOption = 1800.0,
@@ -96,7 +105,8 @@ def layer(
     Exit code: 0 tw_compile's variants passed, 1 one of them failed or token counts are missing, 2 bad input.
     """
     spec = _spec("layer", model, device, tokens, batch, layers, dtype, only, wire, prefetch, repeats, seed, timeout)
-    _bench(dataclasses.replace(spec, sweep_split=sweep_split), tp, csv_file, plot_file, json_file)
+    spec = dataclasses.replace(spec, sweep_split=sweep_split, kernels=_kernels(kernels, device))
+    _bench(spec, tp, csv_file, plot_file, json_file)
 
 
 @common.one_line_errors
@@ -199,6 +209,21 @@ def _spec(
         if count % batch:
             raise UsageError(f"--tokens: expected multiples of --batch, {batch}, got {count}")
     return dataclasses.replace(spec, wires=bench_common.wires(wire, spec.model, dtype))
+
+
+def _kernels(text: str | None, device: str) -> tuple[str, ...]:
+    """The kernels that ``--kernels`` names.
+
+    Raises:
+        UsageError: There is no such kernel, or no GPU runs it.
+    """
+    names = bench_common.labels(text)
+    known = [entry.name for entry in ALGORITHMS if not entry.feeds]
+    if len(set(names)) < len(names) or not set(names) <= set(known):
+        raise UsageError(f"--kernels: expected different ones of {', '.join(known)}, got {text!r}")
+    if names and device != "cuda":
+        raise UsageError(f"--kernels: expected --device cuda, as kernels run on GPUs, got --device {device}")
+    return names
 
 
 def _bench(spec: LayerSpec, tp: int | None, csv_file: str | None, plot_file: str | None, json_file: str | None) -> None:

@@ -75,6 +75,7 @@ class LayerSpec:
         only: Labels of the variants that take part; empty means all.
         wires: ``fused`` and ``fused+split`` also run with each of these wires. With exact rows they run always.
         prefetch: ``fused`` and ``fused+split`` also run with each of these values of option ``prefetch``.
+        kernels: ``fused`` and ``fused+split`` also run with each of these kernels for all of their calls.
         timeout: Seconds after which the benchmark, or one collective of it, has failed.
     """
 
@@ -91,5 +92,6 @@ class LayerSpec:
     sweep_split: bool = False
     wires: tuple[str, ...] = ()
     prefetch: tuple[str, ...] = ()
+    kernels: tuple[str, ...] = ()
     seed: int = 0
     timeout: float = 1800.0

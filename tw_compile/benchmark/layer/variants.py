@@ -33,6 +33,7 @@ class LayerVariant:
         config: Options of the passes, for variants of ours.
         halves: Whether its tokens are split in the middle, or between the two halves of the batch, without a plan.
         wire: How rows of its fused calls travel, whatever a message's size.
+        kernel: What serves all of its fused calls, by the name in tables of ``configs/kernels``; None: what users get.
         symmetric: Whether it reduces over torch's symmetric memory.
         most_bytes: The largest message that it serves; None: no limit.
         module: What makes what is compiled in place of the subject. It computes the same, but each rank keeps only its own
@@ -45,6 +46,7 @@ class LayerVariant:
     config: dict[str, Any] = field(default_factory=dict)
     halves: bool = False
     wire: str = EXACT
+    kernel: str | None = None
     symmetric: bool = False
     most_bytes: int | None = None
     module: str | None = None
@@ -135,6 +137,15 @@ def with_prefetch(values: Iterable[str]) -> list[LayerVariant]:
     ]
 
 
+def with_kernels(names: Iterable[str]) -> list[LayerVariant]:
+    """``fused`` and ``fused+split`` with each of these kernels for all of their calls, so no GEMM is fed."""
+    return [
+        replace(plain, label=f"{plain.label}-by-{name}", kernel=name, config=plain.config | {"feed_mm": "never"})
+        for name in names
+        for plain in (FUSED, PLANNED)
+    ]
+
+
 def swept(tokens: int) -> list[LayerVariant]:
     """Fused and split at every multiple of 128 tokens, or of a larger step, for fewer than ``MOST_SWEPT`` variants."""
     step = SWEEP_STEP * -(-tokens // (SWEEP_STEP * MOST_SWEPT))
@@ -163,7 +174,7 @@ def variants(spec: LayerSpec, tokens: int) -> list[LayerVariant]:
     sites = spec.scope == "gemm-site"
     known = [FUSED, *SPLIT, *([GEMMS_APART, ALL_SMS] if spec.scope == "layer" else [])]
     known += [GEMMS_APART, NOT_FED] if sites else []
-    known += [*with_wires(spec.wires), *with_prefetch(spec.prefetch)]
+    known += [*with_wires(spec.wires), *with_prefetch(spec.prefetch), *with_kernels(spec.kernels)]
     if spec.device == "cuda":
         known += [LayerVariant("inductor+nccl", "peer"), *SYMMETRIC, *([SCATTERED, ASYNC_TP] if sites else [])]
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -12,6 +13,7 @@ import torch
 
 from tw_compile import Config, collect_reports, compat
 from tw_compile.benchmark.layer.coded import outputs_in_codes
+from tw_compile.benchmark.layer.forced import Forced
 from tw_compile.benchmark.layer.results import LayerRow, complete
 from tw_compile.benchmark.layer.spec import LayerSpec
 from tw_compile.benchmark.layer.subject import CompiledRun, HiddenAndResidual, Subject
@@ -100,12 +102,13 @@ class TokensReference:
 
 @dataclass
 class VariantAtTokens:
-    """A variant at one number of tokens; ``timer`` is set if it is to be timed."""
+    """A variant at one number of tokens; ``timer`` is set if it is to be timed, and ``forced`` if one kernel serves it."""
 
     variant: LayerVariant
     row: LayerRow
     run: CompiledRun | None = None
     timer: Timer | None = None
+    forced: Forced | None = None
 
     def fail(self, outcome: Outcome, reason: str) -> VariantAtTokens:
         self.row.outcome, self.row.reason, self.timer = outcome, reason, None
@@ -136,7 +139,9 @@ def bench_tokens(
     reference = reference.to(ranks.ctx.device)
     for entry in entries:
         progress(f"{tokens} tokens: compiling and checking {entry.variant.label}")
-        _admit(spec, ranks, entry, subject, reference)
+        entry.forced = None if entry.variant.kernel is None else Forced(entry.variant.kernel)
+        with entry.forced.serving() if entry.forced else contextlib.nullcontext():
+            _admit(spec, ranks, entry, subject, reference)
     progress(f"{tokens} tokens: timing")
     _time(spec, ranks, entries, subject, reference)
     rows = [entry.row for entry in entries]
@@ -248,6 +253,8 @@ def deviation_of(ranks: Ranks, entry: VariantAtTokens, reports: list[GraphReport
         for split in splits:
             if split.mode == "off" and split.asked != "auto":
                 return f"tokens are not split, {split.reason}: {split.detail}"
+        if entry.forced is not None and (other := entry.forced.deviation()) is not None:
+            return other
         for transport in {site.transport for site in sites if site.transport is not None}:
             reason = fallback(ranks, get_transport(transport))
             if reason is not None:
