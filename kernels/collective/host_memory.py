@@ -4,6 +4,11 @@ Each rank makes a file of its own in /dev/shm for each buffer, and allocates all
 and not by a signal later. The rank that writes a page also allocates it, so the page is near that rank's GPU if the process is
 bound to a socket. Every rank maps the files of all ranks and registers them with CUDA, which pins them and gives them device
 addresses. The files are unlinked as soon as all ranks have them open. So nothing is left in /dev/shm, however a process ends.
+
+Containers have a small /dev/shm unless they are started with a larger one. A rank that finds no room there makes a file without
+a name (``memfd_create``), whose size only the machine's memory limits. The others open it by the number that it has in the
+owner's process, which ranks of one container may do. Names come first, as ranks in containers of their own may share a
+/dev/shm, but not their processes.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import os
 import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -62,12 +68,32 @@ class _Mapping(mmap.mmap):
             self.unregister(self.registered)
 
 
+@dataclass(frozen=True)
+class _File:
+    """How other ranks open the file of a part: ``path``, and what is held until they have.
+
+    ``descriptor``: of a file without a name. ``without_name``: why it has none.
+    """
+
+    path: Path
+    descriptor: int | None = None
+    without_name: str = ""
+
+    def settle(self) -> None:
+        """Unlink or close it. Its memory stays for as long as it is mapped."""
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            return
+        with suppress(FileNotFoundError):
+            self.path.unlink()
+
+
 _mappings: WeakValueDictionary[int, _Mapping] = WeakValueDictionary()
 """Mappings by address. The tensors over them keep them alive."""
 
 
 class HostMemory(SlotMemory):
-    """Host memory of all ranks, in files of ``folder``. ``register`` gives mapped memory an address on the device."""
+    """Host memory of all ranks, in files of ``folder`` or without a name. ``register`` gives it an address on the device."""
 
     def __init__(
         self,
@@ -76,11 +102,11 @@ class HostMemory(SlotMemory):
         unregister: Callable[[int], None] = unregister,
     ) -> None:
         self._folder, self._register, self._unregister = folder, register, unregister
-        self._files: dict[int, Path] = {}
-        """The files of this rank's parts that still have a name, by the part's address."""
+        self._files: dict[int, _File] = {}
+        """The files of this rank's parts that others can still open, by the part's address."""
 
     def capacity_for(self, nbytes: int) -> int:
-        """See :class:`SlotMemory`. It is no more than needed, rounded up to pages, because /dev/shm is small in containers."""
+        """See :class:`SlotMemory`. It is no more than needed, rounded up to pages, because all of it is pinned."""
         return -(-nbytes // _PAGE) * _PAGE
 
     def allocate(self, sizes: Mapping[str, int], device: torch.device) -> dict[str, torch.Tensor]:
@@ -88,12 +114,11 @@ class HostMemory(SlotMemory):
         made: dict[str, torch.Tensor] = {}
         try:
             for name, size in sizes.items():
-                file = self._folder / f"tw_compile-{secrets.token_hex(8)}"
-                made[name] = _new(file, size)
+                made[name], file = _new(self._folder, size, sum(sizes.values()))
                 self._files[made[name].data_ptr()] = file
         except OSError as error:
             self.settle(made)
-            raise RuntimeError(f"host memory: {_room(self._folder, sum(sizes.values()))}: {error}") from error
+            raise RuntimeError(f"host memory: {error}") from error
         return made
 
     def share(self, tensors: Mapping[str, torch.Tensor], state: GroupState) -> dict[str, Shared]:
@@ -102,20 +127,24 @@ class HostMemory(SlotMemory):
 
     def share_in(self, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup, rank: int) -> dict[str, Shared]:
         """The parts of all ranks of ``group``, in which this process is ``rank``. Collective. The device is current."""
-        own = {name: (str(self._files[tensor.data_ptr()]), tensor.numel()) for name, tensor in tensors.items()}
+        own = {name: (self._files[tensor.data_ptr()], tensor.numel()) for name, tensor in tensors.items()}
         shared: dict[str, Shared] = {}
-        ranks: list[dict[str, tuple[str, int]]] = gather(own, group)
-        try:
-            for name, tensor in tensors.items():
-                parts = [
-                    tensor if owner == rank else _existing(Path(files[name][0]), files[name][1])
-                    for owner, files in enumerate(ranks)
-                ]
-                addresses = [self.address(part) for part in parts]
-                shared[name] = Shared(parts, addresses)
-        except OSError as error:
-            raise RuntimeError(f"host memory: the ranks do not share {self._folder}: {error}") from error
+        ranks: list[dict[str, tuple[_File, int]]] = gather(own, group)
+        for name, tensor in tensors.items():
+            parts = [tensor if owner == rank else self._of_peer(*files[name]) for owner, files in enumerate(ranks)]
+            addresses = [self.address(part) for part in parts]
+            shared[name] = Shared(parts, addresses)
         return shared
+
+    def _of_peer(self, file: _File, nbytes: int) -> torch.Tensor:
+        """A part of another rank. RuntimeError if this process can't open its file."""
+        try:
+            return _existing(file, nbytes)
+        except OSError as error:
+            if file.without_name:
+                why = f"{file.without_name}, and {file.path}, which needs no room there, is not open to another rank"
+                raise RuntimeError(f"host memory: {why}: {error}") from error
+            raise RuntimeError(f"host memory: the ranks do not share {self._folder}: {error}") from error
 
     def address(self, part: torch.Tensor) -> int:
         """Register a mapped part. Returns the address at which the current device reaches it."""
@@ -125,38 +154,60 @@ class HostMemory(SlotMemory):
         return address
 
     def settle(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """See :class:`SlotMemory`. This unlinks the files."""
+        """See :class:`SlotMemory`. All ranks have the files open, or need them no more."""
         for tensor in tensors.values():
             file = self._files.pop(tensor.data_ptr(), None)
             if file is not None:
-                with suppress(FileNotFoundError):
-                    file.unlink()
+                file.settle()
 
 
-def _new(file: Path, nbytes: int) -> torch.Tensor:
-    """``uint8 [nbytes]`` that maps a new file of zeros. OSError if there is no memory for all of it.
+def _new(folder: Path, nbytes: int, of_rank: int) -> tuple[torch.Tensor, _File]:
+    """``uint8 [nbytes]`` that maps a new file of zeros, in ``folder`` if there is room. OSError if there is no memory.
 
-    Only this user can open the file.
+    Only this user can open the file. ``of_rank``: the bytes that the rank needs in all.
     """
-    descriptor = os.open(file, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        return _with_name(folder / f"tw_compile-{secrets.token_hex(8)}", nbytes)
+    except OSError as error:
+        return _without_name(nbytes, f"{_room(folder, of_rank)}: {error}")
+
+
+def _with_name(path: Path, nbytes: int) -> tuple[torch.Tensor, _File]:
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
-        return _mapped(descriptor, nbytes)
+        return _mapped(descriptor, nbytes), _File(path)
     except BaseException:
-        file.unlink()
+        path.unlink()
         raise
     finally:
         os.close(descriptor)
 
 
-def _existing(file: Path, nbytes: int) -> torch.Tensor:
+def _without_name(nbytes: int, why: str) -> tuple[torch.Tensor, _File]:
+    if not hasattr(os, "memfd_create"):  # a Python that was built for a glibc before 2.27
+        raise OSError(f"{why}; this Python has no memfd_create, which needs no room there")
+    descriptor = os.memfd_create("tw_compile", os.MFD_CLOEXEC)
+    try:
+        os.fchmod(descriptor, 0o600)
+        os.posix_fallocate(descriptor, 0, nbytes)
+        return _mapped(descriptor, nbytes), _File(Path(f"/proc/{os.getpid()}/fd/{descriptor}"), descriptor, why)
+    except BaseException as error:
+        os.close(descriptor)
+        if isinstance(error, OSError):
+            raise OSError(f"{why}; without a file there: {error}") from error
+        raise
+
+
+def _existing(file: _File, nbytes: int) -> torch.Tensor:
     """``uint8 [nbytes]`` that maps a peer's file. OSError if the file belongs to another user or has another size."""
-    descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    follow = 0 if file.without_name else os.O_NOFOLLOW  # what /proc has are links
+    descriptor = os.open(file.path, os.O_RDWR | os.O_CLOEXEC | follow)
     try:
         status = os.fstat(descriptor)
         if status.st_uid != os.getuid() or status.st_size != nbytes:
             raise OSError(
-                f"{file}: expected {nbytes} bytes of user {os.getuid()}, got {status.st_size} of {status.st_uid}"
+                f"{file.path}: expected {nbytes} bytes of user {os.getuid()}, got {status.st_size} of {status.st_uid}"
             )
         return _mapped(descriptor, nbytes)
     finally:

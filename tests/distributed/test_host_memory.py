@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tw_compile.kernels.collective import slot
+from tw_compile.kernels.collective import host_memory, slot
 from tw_compile.kernels.collective.host_memory import HostMemory
 from tw_compile.kernels.collective.slot import OUTBOX, WORDS, GroupState, grow
 from tw_compile.kernels.transports.selection import Selector
@@ -64,6 +64,84 @@ def test_ranks_read_what_the_others_write_and_leave_no_file(ranks: GlooRanks, tm
     for read, left in ranks.run(words_of_all, str(tmp_path)):
         assert read == [1, 2, 3] * len(SIZES)
         assert left == []
+
+
+def no_room_in(folder: str | Path) -> Any:
+    """Files of that folder get no memory, as in a container with a small /dev/shm. Files without a name do."""
+    fallocate = os.posix_fallocate
+
+    def full(descriptor: int, offset: int, nbytes: int) -> None:
+        if Path(os.readlink(f"/proc/self/fd/{descriptor}")).is_relative_to(folder):
+            raise OSError(28, "No space left on device")
+        fallocate(descriptor, offset, nbytes)
+
+    return mock.patch("os.posix_fallocate", full)
+
+
+def without_names() -> int:
+    """How many files without a name this process has open. A mapping has one of its own."""
+    return sum("memfd:tw_compile" in os.path.realpath(link) for link in Path("/proc/self/fd").iterdir())
+
+
+def words_where_some_have_no_room(rank: int, folder: str, without_room: list[int]) -> tuple[list[int], list[str], int]:
+    with no_room_in(folder if rank in without_room else "/nowhere"):
+        return *words_of_all(rank, folder), without_names()
+
+
+@pytest.mark.parametrize("without_room", [[1], [0, 1, 2]])
+def test_ranks_without_room_share_files_without_a_name(
+    ranks: GlooRanks, tmp_path: Path, without_room: list[int]
+) -> None:
+    for read, left, opened in ranks.run(words_where_some_have_no_room, str(tmp_path), without_room):
+        assert read == [1, 2, 3] * len(SIZES)
+        assert (left, opened) == ([], 0)
+
+
+def obstacle_of_closed_processes(rank: int, folder: str) -> tuple[str | None, list[str], int]:
+    """What is said where ranks can't open each other's files without a name, as in containers of their own."""
+    state, opened = state_on(rank, memory_in(folder)), os.open
+
+    def closed(file: Path, *rest: Any) -> int:
+        if str(file).startswith("/proc/"):
+            raise PermissionError(13, "Permission denied", str(file))
+        return opened(file, *rest)
+
+    unsynchronised = mock.patch("torch.cuda.synchronize", lambda device: None)  # rank 1 alone gets there
+    with no_room_in(folder if rank == 1 else "/nowhere"), mock.patch("os.open", closed), unsynchronised:
+        assert grow(state, 0, SIZES) is None
+    dist.barrier()
+    return state.obstacle, os.listdir(folder), without_names()
+
+
+def test_ranks_that_can_not_open_them_say_so_and_what_helps(ranks: GlooRanks, tmp_path: Path) -> None:
+    answers = ranks.run(obstacle_of_closed_processes, str(tmp_path))
+    assert len({obstacle for obstacle, _, _ in answers}) == 1
+    for obstacle, left, opened in answers:
+        assert obstacle is not None and obstacle.startswith("rank 0: host memory: no 0 MiB for a rank in ")
+        assert "--shm-size" in obstacle and "is not open to another rank" in obstacle
+        assert (left, opened) == ([], 0)
+
+
+def test_a_python_without_memfd_create_says_what_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    with pytest.raises(RuntimeError, match=r"^host memory: .* is not there: .*; this Python has no memfd_create"):
+        memory_in(tmp_path / "none").allocate({"a": 65536}, torch.device("cpu"))
+
+
+def test_a_machine_without_shared_memory_has_files_without_a_name(tmp_path: Path) -> None:
+    forgotten: list[int] = []
+    memory = HostMemory(tmp_path / "none", lambda address, nbytes: address, forgotten.append)
+    tensors = memory.allocate({"a": 65536}, torch.device("cpu"))
+    assert without_names() == 2 and tensors["a"].numel() == 65536 and not tensors["a"].any()
+    links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd/")]
+    modes = {stat.S_IMODE(os.stat(link).st_mode) for link in links if "memfd:tw_compile" in os.path.realpath(link)}
+    assert modes == {0o600}
+    address = memory.address(tensors["a"])
+    memory.settle(tensors)
+    assert without_names() == 1  # the mapping's own
+    tensors["a"].fill_(7)  # there still
+    del tensors
+    assert forgotten == [address] and without_names() == 0
 
 
 def obstacle_with(rank: int, folder: str, full_rank: int | None, apart: bool) -> tuple[str | None, list[str]]:
@@ -125,7 +203,7 @@ def test_a_file_that_is_not_as_large_as_was_said_is_refused(tmp_path: Path) -> N
     memory = memory_in(tmp_path)
     tensors = memory.allocate({"a": 65536}, torch.device("cpu"))
     (file,) = tmp_path.iterdir()
-    other = {"a": (str(file), 2 * 65536)}
+    other = {"a": (host_memory._File(file), 2 * 65536)}
     state: Any = SimpleNamespace(rank=0, group=None)
     with (
         mock.patch("tw_compile.kernels.collective.host_memory.gather", lambda own, group: [own, other]),

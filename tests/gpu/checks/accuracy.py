@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from tw_compile.harness.problems import (
 )
 from tw_compile.kernels.algorithms import ALGORITHMS as ALL_ALGORITHMS
 from tw_compile.kernels.collective import ops
+from tw_compile.kernels.collective.host_memory import HostMemory
 from tw_compile.kernels.collective.peer_access import SWITCHED_OFF
 from tw_compile.kernels.collective.spec import ResidualOut
 from tw_compile.kernels.collective.transport import get_transport
@@ -241,6 +243,25 @@ def without_peer_access_host_memory_serves(ctx: Context) -> None:
             del os.environ[PEER_ACCESS]
         else:
             os.environ[PEER_ACCESS] = before
+
+
+def host_memory_without_room_in_dev_shm(ctx: Context) -> None:
+    """Ranks that find no /dev/shm share files without a name: words, one-shot and two-shot give the same bits as with one."""
+    problems = [make_problem(ctx, tokens, 4096, Form()) for tokens in (1, 65, 1025)]
+    for name in (entry.name for entry in ALL_ALGORITHMS if entry.transport == "host"):
+        with_files, without = (TRANSPORTS["host"].make(ALL_ALGORITHMS[name].make()) for _ in range(2))
+        assert isinstance(without, HostTransport)
+        without.memory = HostMemory(Path("/dev/shm/nowhere"))
+        for problem in problems:
+            request = problem.request(ctx)
+            want, got = (finished(transport.start(request)) for transport in (with_files, without))
+            label = f"{name}, {len(problem.x)} tokens"
+            expect_right(ctx, problem, got, label)
+            ctx.expect(torch.equal(got[0], want[0]) and torch.equal(got[1], want[1]), f"{label}: other bits")
+        obstacle = without.states[ctx.group_name, ctx.device].obstacle
+        ctx.expect(obstacle is None, f"{name}: {obstacle}")
+        torch.cuda.synchronize()
+        dist.barrier()  # no rank frees its buffers while another still writes to them
 
 
 def empty_message(ctx: Context) -> None:

@@ -120,6 +120,7 @@ ALONE = (
     accuracy.unsupported_messages_are_refused,
     accuracy.plain_shard_makes_one_shot_fall_back,
     accuracy.without_peer_access_host_memory_serves,
+    accuracy.host_memory_without_room_in_dev_shm,
     overlap.overlap_by_default,
     stress.capture_without_room_uses_nccl,
     stress.first_use_in_capture_is_refused,
