@@ -2,11 +2,11 @@
 
     python benchmarks/spikes/copied/copied.py --json OUT.json [--tokens 512,1024,2048,4096] [--chunks 2,4,8] [--timeout 150]
 
-SMs that load from host memory lose while anything is stored there, and copy engines don't (``benchmarks/host-memory-notes.md``,
-"Two calls at a time"). So this is two-shot in chunks of rows, by copies. Each rank has a stream for each direction. *Out*
+SMs that load from host memory lose while anything is stored there, and copy engines don't: ``benchmarks/host-memory-notes.md``,
+"Two calls at a time". So this is two-shot in chunks of rows, by copies. Each rank has a stream for each direction. *Out*
 copies the peer's rows of x to a ring in host memory, and later the results. *In* copies what the peer has put there. The
-current stream adds up and normalises a chunk when it has come. A flag for each chunk is 0 (free) or 1 (full): who writes waits for 0
-and writes 1, who reads waits for 1 and writes 0. So a CUDA graph can be replayed, and nothing counts calls.
+current stream adds up and normalises a chunk when it has come. A flag for each chunk is 0 (free) or 1 (full): who writes
+waits for 0 and writes 1, who reads waits for 1 and writes 0. So a CUDA graph can be replayed, and nothing counts calls.
 
 Flags are awaited and written by operations of streams (``memop``), or by kernels of one warp (``kernel``). Beside them the
 kernels of the product run, one-shot and two-shot on 8 SMs. *alone*: ten calls one after the other. *of two*: five calls on each
