@@ -175,7 +175,7 @@ def test_a_launch_is_timed_from_when_the_gpus_have_met(monkeypatch: pytest.Monke
     monkeypatch.setattr(compat, "delay_stream", order.append)
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, op: order.append("met"))
     graph = SimpleNamespace(replay=lambda: order.append("replay"))
-    monkeypatch.setattr(measure, "capture", lambda calls, count: graph)
+    monkeypatch.setattr(measure, "capture", lambda calls, count, at_once: graph)
     assert GraphTimer([], 3).run() == pytest.approx(2.0)
     assert order == [measure.HEAD_START_CYCLES, "met", "event", "replay", "event", "waited"]
 

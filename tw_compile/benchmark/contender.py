@@ -43,6 +43,8 @@ class Contender(ABC):
         tokens: The numbers of tokens at which a calibration times it, because others say nothing new; None: all.
         algorithm: The name of its kernel in tables of ``configs/kernels``; None if a table can't name the kernel.
         max_sms: The SMs that this kernel may have.
+        several: Whether calls of different ``lane`` may be on their way at the same time.
+        lane: Of the calls that are prepared from now on.
     """
 
     label: str
@@ -59,6 +61,8 @@ class Contender(ABC):
     tokens: tuple[int, ...] | None = None
     algorithm: str | None = None
     max_sms: int | None = None
+    several: bool = False
+    lane: int = 0
 
     def obstacle(self, size: MessageSize, world_size: int) -> str | None:
         """Why the contender does not serve this size; None when it does. Called before anything is prepared."""

@@ -34,9 +34,11 @@ class HostCopies(Contender):
     label = HOST_COPIES
     kind = "bound"
     reduces = False
+    several = True
 
     def __init__(self) -> None:
-        self._made: tuple[list[torch.Tensor], torch.cuda.Stream] | None = None
+        self._parts: list[torch.Tensor] | None = None
+        self._sides: dict[int, torch.cuda.Stream] = {}
 
     def obstacle(self, size: MessageSize, world_size: int) -> str | None:
         if peer_access_obstacle(range(world_size)) is None:
@@ -47,10 +49,11 @@ class HostCopies(Contender):
 
     def prepare(self, ranks: Ranks, problem: Problem) -> ContenderCall:
         x, world, rank = problem.x, ranks.ctx.world_size, ranks.ctx.rank
-        if self._made is None:
-            # Streams of this priority are never the one that a graph is captured on: copies there would go in turn.
-            self._made = _parts_of_all(ranks, x.device), torch.cuda.Stream(priority=-1)
-        parts, side = self._made
+        if self._parts is None:
+            self._parts = _parts_of_all(ranks, x.device)
+        # Streams of this priority are never the one that a graph is captured on: copies there would go in turn.
+        side = self._sides.setdefault(self.lane, torch.cuda.Stream(priority=-1))
+        parts = self._parts
         most = parts[rank].numel()
         sent = x.view(torch.uint8).view(-1)
         received = torch.empty_like(sent)

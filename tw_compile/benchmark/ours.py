@@ -15,6 +15,7 @@ from tw_compile.benchmark.spec import MessageSize
 from tw_compile.benchmark.variants import Variant
 from tw_compile.harness.problems import Problem
 from tw_compile.harness.ranks import Ranks
+from tw_compile.kernels.algorithms import ALGORITHMS
 from tw_compile.kernels.collective.algorithm import Algorithm
 from tw_compile.kernels.collective.prefetch import MOST_TOKENS
 from tw_compile.kernels.collective.spec import Request
@@ -37,6 +38,7 @@ class Operator(Contender):
         self.gemm_columns, self.prefetch_bytes = variant.gemm_columns, variant.prefetch_bytes
         self._variant, self._sms = variant, sms or variant.sms
         self.algorithm, self.max_sms = variant.algorithm, self._sms
+        self.several = any(entry.transport == variant.over for entry in ALGORITHMS)
         self._slots = itertools.count()
         self._request: Request | None = None
         self._algorithm: Algorithm | None = None
@@ -66,7 +68,7 @@ class Operator(Contender):
         own_form = form(self, problem.x.dtype)
         residual = problem.residual.to(own_form.residual_dtype or own_form.dtype)
         request = replace(problem, form=own_form, residual=residual).request(ranks.ctx)
-        request = replace(request, overlap_sms=self._overlap_sms, wire=self.wire)
+        request = replace(request, overlap_sms=self._overlap_sms, wire=self.wire, slot=self.lane)
         meanwhile = self.meanwhile(problem)
         transport = self.transport
         if self._variant.in_slot:

@@ -35,6 +35,7 @@ class Row:
         norm: The norm behind the sum. The peers have RMSNorm; with another norm there is no speed-up.
         gemm_columns: Columns of the weights of a matmul behind the call. It is part of the time, so there is no speed-up.
         prefetch_bytes: How many bytes of these weights the call brings into the L2 cache.
+        at_once: How many calls were on their way at a time. The time of a call is that of all calls by their number.
         wire: How rows travel. Codes are fewer bytes than the peers' rows, and not as exact, so they have no speed-up.
     """
 
@@ -66,6 +67,7 @@ class Row:
     norm: str = "rms_norm"
     gemm_columns: int = 0
     prefetch_bytes: int = 0
+    at_once: int = 1
 
     @property
     def gives_what_peers_give(self) -> bool:

@@ -52,6 +52,8 @@ class BenchSpec:
         norms: The norms behind ours, see :attr:`Contender.norm`. The peers' is RMSNorm.
         gemms: Columns of the weights of a matmul behind the call. Variants of ours that can prefetch also run with each of
             these, once for each of ``prefetch``, which are values of option ``prefetch``.
+        at_once: How many calls are on their way at a time, each on a stream and a slot of its own. With more than one only
+            contenders take part whose calls need not follow each other (:attr:`Contender.several`).
         timeout: Seconds after which the benchmark, or one collective of it, has failed.
     """
 
@@ -72,6 +74,7 @@ class BenchSpec:
     norms: tuple[str, ...] = ("rms_norm",)
     gemms: tuple[int, ...] = ()
     prefetch: tuple[str, ...] = ()
+    at_once: int = 1
 
     def sizes(self) -> Iterator[MessageSize]:
         for hidden in self.hidden:
@@ -79,17 +82,16 @@ class BenchSpec:
                 yield MessageSize(tokens, hidden, self.dtype)
 
 
-def input_sets(nbytes: int, cache_bytes: int, calls: int, rotate_from: int) -> int:
+def input_sets(nbytes: int, cache_bytes: int, calls: int, rotate_from: int, at_once: int = 1) -> int:
     """Over how many sets of inputs the calls of one graph rotate, for messages of ``nbytes`` and an L2 of ``cache_bytes``.
 
     In a model the matmul right before has just written the partial sums, and at decode the residual of a few tokens is small
     too: both really are in L2, so small messages repeat one set. A prefill's activations pass through L2 between two uses
     of the residual. Then there are enough sets that the partial sums and residuals of all other sets displace those of one
-    set from L2, but no more sets than calls.
+    set from L2, but no more sets than calls. Calls that are on their way ``at_once`` have sets of their own.
     """
-    if nbytes < rotate_from:
-        return 1
-    return min(calls, 1 + math.ceil(cache_bytes / (2 * nbytes)))
+    sets = 1 if nbytes < rotate_from else min(calls, 1 + math.ceil(cache_bytes / (2 * nbytes)))
+    return math.ceil(sets / at_once) * at_once
 
 
 def bus_bytes(nbytes: int, world_size: int) -> float:

@@ -19,9 +19,11 @@ class KernelTable(ReportTable[Row]):
         return "all_reduce + residual + RMSNorm"
 
     def method(self) -> str:
+        at_once = self.rows[0].at_once if self.rows else 1
+        several = "" if at_once == 1 else f", {at_once} on their way at a time"
         return (
-            f"{self.report['repeats']} replays of CUDA graphs of {self.report['calls']} calls; GB/s is bus bandwidth; the "
-            f"bound is {bound_of(self.report)}"
+            f"{self.report['repeats']} replays of CUDA graphs of {self.report['calls']} calls{several}; GB/s is bus bandwidth; "
+            f"the bound is {bound_of(self.report)}"
         )
 
     def unit(self) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tw_compile.benchmark.contender import Contender, form, form_of_norm
+from tw_compile.benchmark.contender import Contender, ContenderCall, form, form_of_norm
 from tw_compile.benchmark.contenders import contenders
 from tw_compile.benchmark.gated import set_regret
 from tw_compile.benchmark.results import Row, complete
@@ -112,7 +112,7 @@ def bench_size(
     progress(f"{where} float64 reference")
     # Without a reset, Dynamo gives up on the norm after a number of sizes and runs it eagerly.
     torch._dynamo.reset()
-    sets = input_sets(size.nbytes, cache_bytes, spec.calls, spec.rotate_from)
+    sets = input_sets(size.nbytes, cache_bytes, spec.calls, spec.rotate_from, spec.at_once)
     plain = Form(getattr(torch, spec.dtype))
     problems = [
         make_problem(ranks.ctx, size.tokens, size.hidden, plain, spec.seed * spec.calls + index)
@@ -161,12 +161,12 @@ def admit(
 
     ``make``: makes the timer of its calls; None: the timer for the device.
     """
-    make = make or (GraphTimer if spec.device == "cuda" else LoopTimer)
-    refusal = ranks.agree(contender.obstacle(size, spec.world_size))
+    make = make or (partial(GraphTimer, at_once=spec.at_once) if spec.device == "cuda" else LoopTimer)
+    refusal = ranks.agree(contender.obstacle(size, spec.world_size) or _together(spec, contender, size))
     if refusal is not None:
         return ContenderAtSize(contender, "not served", refusal)
     try:
-        calls = ranks.together(lambda: [contender.prepare(ranks, problem) for problem in problems])
+        calls = ranks.together(lambda: _prepared(spec, ranks, contender, problems))
         _poison(problems[0].x)
         result = ranks.together(lambda: _finished(spec, calls[0]()))
         deviation = ranks.agree(deviation_of(contender, ranks))
@@ -182,6 +182,29 @@ def admit(
         return ContenderAtSize(contender, "timed", timer=ranks.together(lambda: make(calls, spec.calls)))
     except UnavailableError as error:
         return ContenderAtSize(contender, "error", str(error))
+
+
+def _together(spec: BenchSpec, contender: Contender, size: MessageSize) -> str | None:
+    """Why so many of its calls can't be on their way at a time as are asked for; None if they can."""
+    if spec.at_once == 1:
+        return None
+    if not contender.several:
+        return f"{spec.at_once} calls at a time were asked for, and its calls follow each other"
+    if contender.kind == "bound":
+        return None
+    # All CTAs of all calls must be resident at once, or a call waits for ever for a peer's that is not.
+    sms, most = contender.num_sms(size, spec.world_size), torch.cuda.get_device_properties("cuda").multi_processor_count
+    if sms is None or sms * spec.at_once > most:
+        return f"{spec.at_once} calls at a time need {sms or 'unknown'} SMs each, of {most}: see --sms"
+    return None
+
+
+def _prepared(spec: BenchSpec, ranks: Ranks, contender: Contender, problems: list[Problem]) -> list[ContenderCall]:
+    calls = []
+    for index, problem in enumerate(problems):
+        contender.lane = index % spec.at_once
+        calls.append(contender.prepare(ranks, problem))
+    return calls
 
 
 def deviation_of(contender: Contender, ranks: Ranks) -> str | None:
@@ -267,6 +290,7 @@ def row_of(spec: BenchSpec, entry: ContenderAtSize, size: MessageSize, sets: int
         norm=contender.norm,
         gemm_columns=contender.gemm_columns,
         prefetch_bytes=contender.prefetch_bytes,
+        at_once=spec.at_once,
     )
 
 

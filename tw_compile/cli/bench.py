@@ -89,6 +89,7 @@ def passes(
 CUDA_SIZES = ("8192", "1,4,16,64,256,1024,4096,16384")
 CPU_SIZES = ("512", "1,16,63")
 GATED_HIDDEN = "2048,4096,8192"
+MOST_AT_ONCE = 4
 
 
 @app.command()
@@ -139,6 +140,13 @@ def kernel(
             metavar="off|BYTES[,...]", help="With --gemm: how much of its weights the call brings into the L2 cache."
         ),
     ] = None,
+    at_once: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help="Calls that are on their way at a time, on streams of their own, as in a split layer; not peers'.",
+        ),
+    ] = 1,
     gated: Annotated[
         bool, typer.Option("--gated", help=f"Also time what the gate chooses; hidden is then {GATED_HIDDEN}.")
     ] = False,
@@ -168,6 +176,10 @@ def kernel(
     """
     common.positive("--calls", calls)
     common.not_negative("--rotate-from", rotate_from)
+    if not 1 <= at_once <= MOST_AT_ONCE:
+        raise UsageError(f"--at-once: expected 1 to {MOST_AT_ONCE}, got {at_once}")
+    if at_once > 1 and (device != "cuda" or gated or table_file is not None):
+        raise UsageError(f"--at-once: expected 1 with --device cpu, --gated and --table, got {at_once}")
     if regret_file is not None and not gated:
         raise UsageError(f"--regret: expected --gated with it, got {regret_file!r} alone")
     default_hidden, default_tokens = CUDA_SIZES if device == "cuda" else CPU_SIZES
@@ -191,6 +203,7 @@ def kernel(
         norms=tuple(norm.split(",")),
         gemms=() if gemm is None else common.numbers("--gemm", gemm),
         prefetch=bench_common.prefetch(prefetch),
+        at_once=at_once,
     )
     files = {"--csv": csv_file, "--json": json_file, "--plot": plot_file, "--table": table_file}
     bench_common.check(spec, tp, files | {"--regret": regret_file})

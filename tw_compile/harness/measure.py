@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -45,11 +47,14 @@ class Timer(Protocol):
 
 
 class GraphTimer:
-    """Times ``count`` calls, taken in turn from ``calls``, as one CUDA graph between two events on the GPU."""
+    """Times ``count`` calls, taken in turn from ``calls``, as one CUDA graph between two events on the GPU.
 
-    def __init__(self, calls: Sequence[Callable[[], object]], count: int) -> None:
+    ``at_once``: see :func:`capture`.
+    """
+
+    def __init__(self, calls: Sequence[Callable[[], object]], count: int, at_once: int = 1) -> None:
         self._calls = calls  # a graph holds only addresses: the calls keep their inputs alive
-        self._graph = capture(calls, count)
+        self._graph = capture(calls, count, at_once)
         self._count = count
         self._one = torch.ones(1, device="cuda")
 
@@ -60,10 +65,11 @@ class GraphTimer:
         return gpu_us(self._graph.replay) / self._count
 
 
-def capture(calls: Sequence[Callable[[], object]], count: int) -> torch.cuda.CUDAGraph:
+def capture(calls: Sequence[Callable[[], object]], count: int, at_once: int = 1) -> torch.cuda.CUDAGraph:
     """Capture ``count`` calls, taken in turn from ``calls``, as a CUDA graph.
 
-    All calls must have run before: during capture nothing can be compiled, and ranks can't agree on anything.
+    All calls must have run before: during capture nothing can be compiled, and ranks can't agree on anything. ``at_once``: on
+    so many streams, in turn. Calls of different streams may be on their way at the same time.
     """
     graph = torch.cuda.CUDAGraph()
     causes: list[Exception] = []
@@ -72,8 +78,10 @@ def capture(calls: Sequence[Callable[[], object]], count: int) -> torch.cuda.CUD
         # Other threads (NCCL's watchdog) may query events meanwhile.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             try:
-                for index in range(count):
-                    calls[index % len(calls)]()
+                with _streams(at_once) as streams:
+                    for index in range(count):
+                        with streams[index % at_once]():
+                            calls[index % len(calls)]()
             except Exception as error:
                 causes.append(error)
                 raise
@@ -81,6 +89,20 @@ def capture(calls: Sequence[Callable[[], object]], count: int) -> torch.cuda.CUD
         # Ending a broken capture fails in its own way, which says nothing about the cause.
         raise causes[0] if causes else error from None
     return graph
+
+
+@contextmanager
+def _streams(count: int) -> Iterator[list[Callable[[], AbstractContextManager[object]]]]:
+    """What enters each of ``count`` streams: the current one, or ones that begin when it gets here and end before it goes on."""
+    if count == 1:
+        yield [nullcontext]
+        return
+    current, others = torch.cuda.current_stream(), [torch.cuda.Stream() for _ in range(count)]
+    for other in others:
+        other.wait_stream(current)
+    yield [partial(torch.cuda.stream, other) for other in others]
+    for other in others:
+        current.wait_stream(other)
 
 
 class LoopTimer:
