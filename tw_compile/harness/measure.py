@@ -93,7 +93,7 @@ def capture(calls: Sequence[Callable[[], object]], count: int, at_once: int = 1)
 
 @contextmanager
 def _streams(count: int) -> Iterator[list[Callable[[], AbstractContextManager[object]]]]:
-    """What enters each of ``count`` streams: the current one, or ones that begin when it gets here and end before it goes on."""
+    """What enters each of ``count`` streams: the current one, or others that begin after it and end before it goes on."""
     if count == 1:
         yield [nullcontext]
         return
