@@ -6,13 +6,15 @@ bound to a socket. Every rank maps the files of all ranks and registers them wit
 addresses. The files are unlinked as soon as all ranks have them open. So nothing is left in /dev/shm, however a process ends.
 
 Containers have a small /dev/shm unless they are started with a larger one. A rank that finds no room there makes a file without
-a name (``memfd_create``), whose size only the machine's memory limits. The others open it by the number that it has in the
-owner's process, which ranks of one container may do. Names come first, as ranks in containers of their own may share a
-/dev/shm, but not their processes.
+a name in any folder (``memfd_create``), which only the memory of the machine or the container limits. The others open it by
+the number that it has in the owner's process, which ranks of one container may do. Such a number may mean another file where
+containers have processes of their own. So the file has a random title, and who opens it checks that. Names come first, as
+ranks in containers of their own may share a /dev/shm, but not their processes.
 """
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import secrets
@@ -72,10 +74,12 @@ class _Mapping(mmap.mmap):
 class _File:
     """How other ranks open the file of a part: ``path``, and what is held until they have.
 
-    ``descriptor``: of a file without a name. ``without_name``: why it has none.
+    Of a file without a name ``title`` is what the kernel calls it, ``descriptor`` its number in the owner's process, and
+    ``without_name`` says why it has no name.
     """
 
-    path: Path
+    path: str
+    title: str = ""
     descriptor: int | None = None
     without_name: str = ""
 
@@ -85,7 +89,7 @@ class _File:
             os.close(self.descriptor)
             return
         with suppress(FileNotFoundError):
-            self.path.unlink()
+            os.unlink(self.path)
 
 
 _mappings: WeakValueDictionary[int, _Mapping] = WeakValueDictionary()
@@ -116,9 +120,11 @@ class HostMemory(SlotMemory):
             for name, size in sizes.items():
                 made[name], file = _new(self._folder, size, sum(sizes.values()))
                 self._files[made[name].data_ptr()] = file
-        except OSError as error:
+        except BaseException as error:
             self.settle(made)
-            raise RuntimeError(f"host memory: {error}") from error
+            if isinstance(error, OSError):
+                raise RuntimeError(f"host memory: {error}") from error
+            raise
         return made
 
     def share(self, tensors: Mapping[str, torch.Tensor], state: GroupState) -> dict[str, Shared]:
@@ -169,16 +175,18 @@ def _new(folder: Path, nbytes: int, of_rank: int) -> tuple[torch.Tensor, _File]:
     try:
         return _with_name(folder / f"tw_compile-{secrets.token_hex(8)}", nbytes)
     except OSError as error:
-        return _without_name(nbytes, f"{_room(folder, of_rank)}: {error}")
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT) or not folder.is_dir()
+        return _without_name(nbytes, f"{_room(folder, of_rank)}: {error}" if full else f"no file in {folder}: {error}")
 
 
 def _with_name(path: Path, nbytes: int) -> tuple[torch.Tensor, _File]:
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
-        return _mapped(descriptor, nbytes), _File(path)
+        return _mapped(descriptor, nbytes), _File(str(path))
     except BaseException:
-        path.unlink()
+        with suppress(OSError):
+            path.unlink()
         raise
     finally:
         os.close(descriptor)
@@ -187,23 +195,32 @@ def _with_name(path: Path, nbytes: int) -> tuple[torch.Tensor, _File]:
 def _without_name(nbytes: int, why: str) -> tuple[torch.Tensor, _File]:
     if not hasattr(os, "memfd_create"):  # a Python that was built for a glibc before 2.27
         raise OSError(f"{why}; this Python has no memfd_create, which needs no room there")
-    descriptor = os.memfd_create("tw_compile", os.MFD_CLOEXEC)
+    title = f"tw_compile-{secrets.token_hex(8)}"
+    descriptor = None
     try:
+        descriptor = os.memfd_create(title, os.MFD_CLOEXEC)
         os.fchmod(descriptor, 0o600)
         os.posix_fallocate(descriptor, 0, nbytes)
-        return _mapped(descriptor, nbytes), _File(Path(f"/proc/{os.getpid()}/fd/{descriptor}"), descriptor, why)
+        file = _File(f"/proc/{os.getpid()}/fd/{descriptor}", title, descriptor, why)
+        return _mapped(descriptor, nbytes), file
     except BaseException as error:
-        os.close(descriptor)
+        if descriptor is not None:
+            os.close(descriptor)
         if isinstance(error, OSError):
             raise OSError(f"{why}; without a file there: {error}") from error
         raise
 
 
 def _existing(file: _File, nbytes: int) -> torch.Tensor:
-    """``uint8 [nbytes]`` that maps a peer's file. OSError if the file belongs to another user or has another size."""
-    follow = 0 if file.without_name else os.O_NOFOLLOW  # what /proc has are links
-    descriptor = os.open(file.path, os.O_RDWR | os.O_CLOEXEC | follow)
+    """``uint8 [nbytes]`` that maps a peer's file. OSError if it is another file, another user's, or has another size."""
+    if file.title:  # what /proc has are links; of another process this one may be the link to a device, so look before
+        _check_title(file, file.path)
+        descriptor = os.open(file.path, os.O_RDWR | os.O_CLOEXEC)
+    else:
+        descriptor = os.open(file.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
+        if file.title:
+            _check_title(file, f"/proc/self/fd/{descriptor}")
         status = os.fstat(descriptor)
         if status.st_uid != os.getuid() or status.st_size != nbytes:
             raise OSError(
@@ -212,6 +229,13 @@ def _existing(file: _File, nbytes: int) -> torch.Tensor:
         return _mapped(descriptor, nbytes)
     finally:
         os.close(descriptor)
+
+
+def _check_title(file: _File, link: str) -> None:
+    """OSError if ``link`` is no link to the file without a name that a peer has made."""
+    found = os.readlink(link)
+    if found != f"/memfd:{file.title} (deleted)":
+        raise OSError(f"{file.path}: expected the file {file.title} of another rank, got {found}, of another process")
 
 
 def _mapped(descriptor: int, nbytes: int) -> torch.Tensor:

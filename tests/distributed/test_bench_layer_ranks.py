@@ -198,8 +198,15 @@ def test_what_cannot_be_checked_is_not_timed(gloo_ranks: GlooRanks) -> None:
 
 def _kept(ranks: Ranks) -> list[list[int]]:
     def rows(
-        spec: LayerSpec, ranks: Ranks, everyone: Any, subject: Any, reference: TokensReference, progress: Any
+        spec: LayerSpec,
+        ranks: Ranks,
+        everyone: Any,
+        subject: Any,
+        reference: TokensReference,
+        progress: Any,
+        forced: Any,
     ) -> list[Any]:
+        assert forced == {}  # no kernel was asked for
         return [worker.LayerRow("fused", "ours", reference.tokens, 96, "timed")]
 
     kept: list[list[int]] = []

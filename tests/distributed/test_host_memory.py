@@ -122,6 +122,62 @@ def test_ranks_that_can_not_open_them_say_so_and_what_helps(ranks: GlooRanks, tm
         assert (left, opened) == ([], 0)
 
 
+def of_a_process_of_the_same_number(rank: int, folder: str) -> tuple[str | None, int]:
+    """Ranks whose containers have processes of their own, with the same numbers: each finds a file of its own there."""
+    state, readlink, mine = state_on(rank, memory_in(folder)), os.readlink, os.getpid()
+
+    def own(path: str) -> str:
+        return (
+            str(path).replace(f"/proc/{path.split('/')[2]}/", f"/proc/{mine}/")
+            if str(path).startswith("/proc/")
+            else path
+        )
+
+    opened = os.open
+    unsynchronised = mock.patch("torch.cuda.synchronize", lambda device: None)
+    with (
+        no_room_in(folder),
+        mock.patch("os.readlink", lambda path: readlink(own(path))),
+        mock.patch("os.open", lambda path, *rest: opened(own(path), *rest)),
+        unsynchronised,
+    ):
+        assert grow(state, 0, SIZES) is None
+    return state.obstacle, without_names()
+
+
+def test_a_number_that_means_another_file_is_found_out(ranks: GlooRanks, tmp_path: Path) -> None:
+    for obstacle, opened in ranks.run(of_a_process_of_the_same_number, str(tmp_path)):
+        assert obstacle is not None and "is not open to another rank" in obstacle
+        assert "expected the file tw_compile-" in obstacle and "of another process" in obstacle
+        assert opened == 0
+
+
+def test_a_file_without_a_name_that_can_not_be_made_names_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*arguments: object) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "memfd_create", refused)
+    with pytest.raises(RuntimeError, match=r"none is not there: .*; without a file there: \[Errno 13\]"):
+        memory_in(tmp_path / "none").allocate({"a": 65536}, torch.device("cpu"))
+
+
+def test_no_file_stays_if_anything_else_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, mapped = [], host_memory._mapped
+
+    def second_fails(descriptor: int, nbytes: int) -> torch.Tensor:
+        made.append(descriptor)
+        if len(made) == 2:
+            raise ValueError("no addresses")
+        return mapped(descriptor, nbytes)
+
+    monkeypatch.setattr(host_memory, "_mapped", second_fails)
+    with pytest.raises(ValueError, match="no addresses"):
+        memory_in(tmp_path).allocate({"a": 65536, "b": 65536}, torch.device("cpu"))
+    assert len(made) == 2 and not list(tmp_path.iterdir())
+
+
 def test_a_python_without_memfd_create_says_what_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
     with pytest.raises(RuntimeError, match=r"^host memory: .* is not there: .*; this Python has no memfd_create"):
@@ -157,9 +213,9 @@ def obstacle_with(rank: int, folder: str, full_rank: int | None, apart: bool) ->
 
     opened = os.open
 
-    def seen(file: Path, *rest: Any) -> int:
+    def seen(file: str | Path, *rest: Any) -> int:
         """A container sees its own folder alone."""
-        if not file.is_relative_to(own):
+        if not Path(file).is_relative_to(own):
             raise FileNotFoundError(2, "No such file or directory", str(file))
         return opened(file, *rest)
 
@@ -203,7 +259,7 @@ def test_a_file_that_is_not_as_large_as_was_said_is_refused(tmp_path: Path) -> N
     memory = memory_in(tmp_path)
     tensors = memory.allocate({"a": 65536}, torch.device("cpu"))
     (file,) = tmp_path.iterdir()
-    other = {"a": (host_memory._File(file), 2 * 65536)}
+    other = {"a": (host_memory._File(str(file)), 2 * 65536)}
     state: Any = SimpleNamespace(rank=0, group=None)
     with (
         mock.patch("tw_compile.kernels.collective.host_memory.gather", lambda own, group: [own, other]),

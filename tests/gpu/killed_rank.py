@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -41,6 +42,7 @@ KERNELS = tuple(name for name, transport in TRANSPORT_OF.items() if transport ==
 CALLS = 20
 SHARED_MEMORY = Path("/dev/shm")
 _SPIN_LIMIT = "200000"
+_APART_SECONDS = 1.0
 _GRACE_SECONDS = 5.0
 
 
@@ -62,9 +64,10 @@ def run_rank(rank: int, world_size: int, gpus: int, folder: str, kernel: str) ->
     transport.check()
     expect_right(ctx, problem, results, kernel)
     dist.barrier()
+    time.sleep(_APART_SECONDS)  # all have left the barrier
     if rank == world_size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(1.0)
+    time.sleep(_APART_SECONDS)
     message = "nothing was reported"
     try:
         transport.start(request)
@@ -83,24 +86,32 @@ def judged(world_size: int, codes: Sequence[int | None], messages: Mapping[int, 
     for rank in range(killed):
         if codes[rank] != 0:
             wrong.append(f"rank {rank} ended with {codes[rank]}")
-        elif f"waiting for rank {killed}" not in (message := messages[rank]) or "\n" in message.strip():
+            continue
+        message = messages[rank]
+        silent = re.search(r"silent ranks: ([\d, ]+)\)", message)
+        if silent is None or str(killed) not in silent[1].split(", ") or "\n" in message.strip():
             wrong.append(f"rank {rank} reported: {message}")
     return wrong + [f"{SHARED_MEMORY} still has {name}" for name in left]
 
 
 def left_since(before: set[str], seconds: float = _GRACE_SECONDS) -> list[str]:
-    """The files in /dev/shm that were not there ``before`` and still are after ``seconds``. Other programs' come and go."""
-    left = {path.name for path in SHARED_MEMORY.iterdir()} - before
+    """Our files in /dev/shm that were not there ``before`` and still are after ``seconds``. Other groups' come and go."""
+    left = ours() - before
     end_of_wait = time.monotonic() + seconds
     while left and time.monotonic() < end_of_wait:
         time.sleep(0.1)
-        left &= {path.name for path in SHARED_MEMORY.iterdir()}
+        left &= ours()
     return sorted(left)
+
+
+def ours() -> set[str]:
+    """The names of our files in /dev/shm."""
+    return {path.name for path in SHARED_MEMORY.glob("tw_compile-*")}
 
 
 def run_kernel(world_size: int, gpus: int, kernel: str, timeout: float) -> dict[str, Any]:
     """Kill a rank of ``kernel``'s group: what the others were told, and what is ``wrong``."""
-    before = {path.name for path in SHARED_MEMORY.iterdir()}
+    before = ours()
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         ranks = [Child(run_rank, rank, world_size, gpus, folder, kernel, scratch=folder) for rank in range(world_size)]

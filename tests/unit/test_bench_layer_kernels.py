@@ -7,17 +7,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from tw_compile import collect_reports, compat
+from tw_compile.benchmark.layer import worker
 from tw_compile.benchmark.layer.forced import Forced
 from tw_compile.benchmark.layer.spec import LayerSpec
-from tw_compile.benchmark.layer.variants import PLANNED, variants
+from tw_compile.benchmark.layer.subjects import build_subject
+from tw_compile.benchmark.layer.variants import PLANNED, variants, with_kernels
 from tw_compile.cli.app import app
 from tw_compile.kernels.algorithms import ALGORITHMS
 from tw_compile.kernels.algorithms.push.entries import FED
 from tw_compile.kernels.collective import transport as registry
 from tw_compile.kernels.collective.transport import get_transport
 from tw_compile.kernels.transports.selection import Insist
+from tw_compile.testing import fake_process_group
 
 SPEC = LayerSpec("layer", "llama-3.3-70b", 4, "cuda", "bfloat16", (1024, 4096))
 
@@ -29,7 +34,10 @@ def test_each_kernel_has_a_fused_and_a_split_layer_beside_those_that_users_get()
         "fused-by-host_one_shot", "fused+split-by-host_one_shot", "fused-by-host_two_shot", "fused+split-by-host_two_shot",
     ]  # fmt: skip
     assert replace(added[3], label=PLANNED.label, kernel=None, config={}) == PLANNED
-    assert added[3].config == {"feed_mm": "never"}
+    assert added[3].config == {"feed_mm": "never", "transport": "host"}
+    assert [one.label for one in with_kernels(("push_one_shot", "host_words"))] == [
+        "fused-by-push_one_shot", "fused-by-host_words",
+    ]  # fmt: skip
     plain = {one.label for one in variants(SPEC, 1024)}
     assert {one.label for one in variants(spec, 1024)} - {one.label for one in added} == plain
     (alone,) = variants(replace(spec, only=("fused+split-by-host_two_shot",)), 1024)
@@ -60,10 +68,13 @@ def others(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_calls_find_the_kernel_s_transport_within_the_block_alone(others: dict[str, Any]) -> None:
     usual = get_transport("host")
     forced = Forced("host_one_shot")
+    served = set()
     for _ in range(2):  # once per number of tokens
         with forced.serving():
+            served.add(get_transport("host"))
             assert get_transport("host") is not usual and others.keys() == {"host"}
         assert get_transport("host") is usual
+    assert len(served) == 1
     with pytest.raises(RuntimeError), Forced("push_two_shot").serving():
         assert others.keys() == {"host", "p2p"}
         raise RuntimeError
@@ -81,8 +92,26 @@ def test_a_layer_whose_calls_another_kernel_served_gets_no_time(others: dict[str
     assert forced.deviation() is None
     selector.refusals |= {"it needs all rows of the residual", "b"}
     assert forced.deviation() == "host_one_shot could not serve all calls: b; it needs all rows of the residual"
+    with forced.serving():
+        assert forced.deviation() is None  # of another number of tokens
+        selector.refusals.add("c")
+    assert forced.deviation() == "host_one_shot could not serve all calls: c"
     state.obstacle = "no shared memory"
     assert forced.deviation() == "no shared memory"
+
+
+@pytest.mark.full
+def test_variants_with_equal_options_are_compiled_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the second one would run what the first one has compiled, whose calls another kernel serves."""
+    spec = LayerSpec("layer", "tiny-llama", 2, "cpu", "float32", (8,), layers=1)
+    both = [replace(one, config={"split": "off"}) for one in with_kernels(("host_one_shot", "host_two_shot"))]
+    with fake_process_group(2), torch.no_grad(), compat.cold_compile(None):
+        subject = build_subject(spec, torch.device("cpu"))
+        inputs = torch.randn(1, 8, subject.hidden_size)
+        for variant in (both[0], both[2]):
+            with collect_reports() as reports:
+                worker.compile_variant(variant, subject, inputs)
+            assert sum(len(report.sites) for report in reports) == 2
 
 
 def test_a_chooser_that_insists_notes_what_its_kernel_refused() -> None:

@@ -28,7 +28,7 @@ from tw_compile.benchmark.vllm import engine as vllm_engine
 from tw_compile.benchmark.vllm import plot as vllm_plot
 from tw_compile.benchmark.vllm import run as vllm_run
 from tw_compile.benchmark.vllm.results import NO_REFERENCE, as_csv, failures, rows_of
-from tw_compile.benchmark.vllm.spec import VARIANTS, VllmSpec, engines, job, traces, variants
+from tw_compile.benchmark.vllm.spec import VARIANTS, VllmSpec, engines, job, traces, traces_of, variants
 from tw_compile.benchmark.vllm.table import print_report
 from tw_compile.benchmark.vllm.traces import (
     ACCURACY,
@@ -79,6 +79,14 @@ def test_an_engine_without_all_reduces_is_timed_and_never_judged(vllm: Path) -> 
     assert {(row.agreement, row.speedup, row.refused) for row in own} == {(None, None, None)}
     assert all(row.speedup for (label, trace), row in rows.items() if label == "fuse" and trace != ACCURACY)
     assert not failures(rows.values()) and printed(report).count("no-communication") > len(own)
+
+
+def test_a_group_has_the_traces_of_all_its_engines() -> None:
+    """Else the reference of a group without vLLM itself would wait for a turn that does not come."""
+    spec = dataclasses.replace(SPEC, only=("no-communication", "reference"), chunks=(128,), together=True)
+    plan = engines(spec, "folder")
+    labels = [trace.label for trace in traces_of(plan)]
+    assert labels == [*(trace.label for trace in plan[0].traces), ACCURACY] and plan[1].traces[-1].kind == ACCURACY
 
 
 def test_engines_with_a_wire_are_beside_the_exact_ones() -> None:

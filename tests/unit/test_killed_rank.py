@@ -13,7 +13,8 @@ from gpu.killed_rank import judged
 
 from tw_compile.kernels.algorithms import ALGORITHMS
 
-TOLD = "all_reduce: rank 0, CTA 0 gave up waiting for rank 2"
+TOLD = "rank 0, CTA 0 gave up waiting for rank 2 at barrier 1 of a launch (8 (CTA, peer) pairs in all; silent ranks: 2). That"
+ALL = TOLD.replace("waiting for rank 2", "waiting for rank 1").replace("ranks: 2", "ranks: 1, 2")
 KILLED = -signal.SIGKILL
 
 
@@ -26,16 +27,17 @@ def test_all_kernels_through_host_memory_are_tried() -> None:
     ("codes", "messages", "left", "wrong"),
     [
         ([0, 0, KILLED], {0: TOLD, 1: TOLD}, [], []),
+        ([0, 0, KILLED], {0: ALL, 1: TOLD}, [], []),
         ([0, 0, 0], {0: TOLD, 1: TOLD}, [], ["rank 2 ended with 0, not by SIGKILL"]),
         ([0, None, KILLED], {0: TOLD, 1: "nothing"}, [], ["rank 1 ended with None"]),
         ([0, 0, KILLED], {0: TOLD, 1: "nothing was reported"}, [], ["rank 1 reported: nothing was reported"]),
         (
             [0, 0, KILLED],
-            {0: TOLD, 1: TOLD.replace("rank 2", "rank 0")},
+            {0: TOLD, 1: TOLD.replace("ranks: 2", "ranks: 0")},
             [],
-            ["rank 1 reported: all_reduce: rank 0, CTA 0"],
+            ["rank 1 reported: rank 0, CTA 0"],
         ),
-        ([0, 0, KILLED], {0: TOLD, 1: f"{TOLD}\nhidden: not finite"}, [], ["rank 1 reported: all_reduce"]),
+        ([0, 0, KILLED], {0: TOLD, 1: f"{TOLD}\nhidden: not finite"}, [], ["rank 1 reported: rank 0, CTA 0"]),
         ([0, 0, KILLED], {0: TOLD, 1: TOLD}, ["tw_compile_1"], ["/dev/shm still has tw_compile_1"]),
     ],
 )
@@ -48,10 +50,11 @@ def test_survivors_name_the_rank_that_is_gone_and_no_file_stays(
 
 def test_a_file_that_stays_is_left_and_one_that_goes_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(killed_rank, "SHARED_MEMORY", tmp_path)
-    for name in ("old", "ours", "passing"):
+    for name in ("tw_compile-old", "tw_compile-ours", "tw_compile-passing", "cuda.shm.0.4242.1"):
         (tmp_path / name).touch()
-    monkeypatch.setattr(killed_rank.time, "sleep", lambda seconds: (tmp_path / "passing").unlink(missing_ok=True))
-    assert killed_rank.left_since({"old"}, 0.2) == ["ours"]
+    passing = tmp_path / "tw_compile-passing"
+    monkeypatch.setattr(killed_rank.time, "sleep", lambda seconds: passing.unlink(missing_ok=True))
+    assert killed_rank.left_since({"tw_compile-old"}, 0.2) == ["tw_compile-ours"]
 
 
 @pytest.mark.parametrize(

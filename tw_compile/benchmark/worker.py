@@ -32,6 +32,7 @@ from tw_compile.harness.problems import (
     make_problem,
     of_exact,
     quantised,
+    ulps_of_norm,
     unfused,
 )
 from tw_compile.harness.ranks import Keep, Ranks, UnavailableError, one_line, work_as_rank
@@ -245,7 +246,8 @@ def _failure(
         residual, want_h, base_h = residual[: end - begin], want_h[begin:end], base_h[begin:end]
     asked = form(contender, base_hidden.dtype)
     if not asked.quantises:
-        expect_within_budget(checked, "hidden", hidden, base_hidden, want_hidden, budget=budget)
+        ulps = ulps_of_norm(hidden.dtype)
+        expect_within_budget(checked, "hidden", hidden, base_hidden, want_hidden, budget=budget, ulps=ulps)
     else:
         base_hidden = quantised(base_hidden, asked)
         got, base = (dequantised(tensor, asked) for tensor in (hidden, base_hidden))

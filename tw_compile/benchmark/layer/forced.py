@@ -17,7 +17,10 @@ from tw_compile.kernels.transports.slot_transport import SlotTransport
 
 
 class Forced:
-    """A transport whose calls one kernel serves. Graphs that were captured with it need it for as long as they are replayed.
+    """A transport whose calls one kernel serves.
+
+    It has to live as long as the process works as a rank: peers may otherwise get memory for new buffers in another order
+    than this rank, and graphs that were captured with it need its buffers.
 
     Raises:
         ValueError: No kernel has this name.
@@ -34,6 +37,7 @@ class Forced:
         """Within the block it is the process's transport of its name."""
         name, others = self._transport.name, registry.instances
         before = others.get(name)
+        self._forget()
         others[name] = self._transport
         try:
             yield
@@ -42,8 +46,13 @@ class Forced:
             if before is not None:
                 others[name] = before
 
+    def _forget(self) -> None:
+        for state in self._transport.states.values():
+            if isinstance(state.selector, Insist):
+                state.selector.refusals.clear()
+
     def deviation(self) -> str | None:
-        """Why not all calls so far were served by the kernel; None if they were."""
+        """Why not all calls since :meth:`serving` began were served by the kernel; None if they were."""
         states = self._transport.states.values()
         if not states:
             return f"no call goes over the transport {self._transport.name}, which {self.kernel} belongs to"

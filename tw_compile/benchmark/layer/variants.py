@@ -10,6 +10,7 @@ from tw_compile.benchmark.labels import NO_COMMUNICATION
 from tw_compile.benchmark.layer.spec import LayerSpec
 from tw_compile.benchmark.spec import SYMM_MEM_ONE_SHOT_MAX_BYTES, ContenderKind
 from tw_compile.harness.spec import check_labels, with_labels
+from tw_compile.kernels.algorithms import ALGORITHMS
 from tw_compile.kernels.collective.wires import EXACT
 
 SYMM_MEM_DTYPES = ("bfloat16", "float32")
@@ -138,11 +139,20 @@ def with_prefetch(values: Iterable[str]) -> list[LayerVariant]:
 
 
 def with_kernels(names: Iterable[str]) -> list[LayerVariant]:
-    """``fused`` and ``fused+split`` with each of these kernels for all of their calls, so no GEMM is fed."""
+    """``fused`` and ``fused+split`` with each of these kernels for all of their calls.
+
+    The second is for kernels that run beside other work alone. The transport is the kernel's, and no GEMM is fed.
+    """
     return [
-        replace(plain, label=f"{plain.label}-by-{name}", kernel=name, config=plain.config | {"feed_mm": "never"})
+        replace(
+            plain,
+            label=f"{plain.label}-by-{name}",
+            kernel=name,
+            config=plain.config | {"feed_mm": "never", "transport": ALGORITHMS[name].transport},
+        )
         for name in names
         for plain in (FUSED, PLANNED)
+        if plain is FUSED or ALGORITHMS[name].beside is not None or ALGORITHMS[name].two_beside_bytes
     ]
 
 

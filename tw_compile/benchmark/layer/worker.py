@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tw_compile import Config, collect_reports, compat
+from tw_compile import Config, collect_reports, compat, make_backend
 from tw_compile.benchmark.layer.coded import outputs_in_codes
 from tw_compile.benchmark.layer.forced import Forced
 from tw_compile.benchmark.layer.results import LayerRow, complete
@@ -63,10 +64,11 @@ def run_rank(spec: LayerSpec, ranks: Ranks, progress: Progress, keep: Keep) -> d
     reserve(ranks, max(spec.tokens) * subject.hidden_size * ELEMENT_BYTES[spec.dtype])
     rows: list[dict[str, Any]] = []
     result: dict[str, Any] = {"hidden_size": subject.hidden_size, "rows": rows}
+    forced = {kernel: Forced(kernel) for kernel in spec.kernels}
     for reference in references:
         # Compiling makes the reports: a graph that comes from a cache has no report.
         with compat.cold_compile(None), torch._dynamo.config.patch(recompile_limit=MOST_COMPILES):
-            done = bench_tokens(spec, ranks, variants(spec, reference.tokens), subject, reference, progress)
+            done = bench_tokens(spec, ranks, variants(spec, reference.tokens), subject, reference, progress, forced)
         rows += [asdict(row) for row in done]
         result["short_kernel_us"] = None if short is None else short.again()
         keep(result)
@@ -122,8 +124,12 @@ def bench_tokens(
     subject: Subject,
     reference: TokensReference,
     progress: Progress,
+    forced: Mapping[str, Forced] | None = None,
 ) -> list[LayerRow]:
-    """Check and time all variants at the number of tokens of ``reference``, and return their rows."""
+    """Check and time all variants at the number of tokens of ``reference``, and return their rows.
+
+    ``forced``: the transports of variants that one kernel serves, by its name.
+    """
     tokens = reference.tokens
     nbytes = tokens * subject.hidden_size * ELEMENT_BYTES[spec.dtype]
     entries = [
@@ -139,7 +145,7 @@ def bench_tokens(
     reference = reference.to(ranks.ctx.device)
     for entry in entries:
         progress(f"{tokens} tokens: compiling and checking {entry.variant.label}")
-        entry.forced = None if entry.variant.kernel is None else Forced(entry.variant.kernel)
+        entry.forced = None if entry.variant.kernel is None else (forced or {})[entry.variant.kernel]
         with entry.forced.serving() if entry.forced else contextlib.nullcontext():
             _admit(spec, ranks, entry, subject, reference)
     progress(f"{tokens} tokens: timing")
@@ -212,6 +218,9 @@ def _admit(spec: LayerSpec, ranks: Ranks, entry: VariantAtTokens, subject: Subje
         peaks = ranks.gather(ranks.together(lambda: _peak_bytes(run)) if spec.device == "cuda" else None)
         entry.row.peak_bytes = peaks[0] if None in peaks else max(peaks)
         entry.timer = ranks.together(lambda: subject.timer(run))
+        other = ranks.agree(None if entry.forced is None else entry.forced.deviation())
+        if other is not None:
+            entry.fail("error", other)
     except UnavailableError as error:
         entry.fail("error", str(error))
 
@@ -221,7 +230,9 @@ def compile_variant(variant: LayerVariant, subject: Subject, inputs: torch.Tenso
     graph_pass = None if variant.kind == "ours" else load(variant.make_pass)()
     if graph_pass is None:
         batch, seq = inputs.shape[:2]
-        backend, options = "tw_compile", Config(strict=True, **variant.options(batch * seq, batch)).as_options()
+        # A backend of its own for each variant: for an equal one torch would take what it has compiled for another variant.
+        backend: Any = make_backend(Config(strict=True, **variant.options(batch * seq, batch)))
+        options = None
     else:
         backend, options = "inductor", {compat.POST_GRAD_HOOK: graph_pass}
     compiled = subject if variant.module is None else load(variant.module)(subject)

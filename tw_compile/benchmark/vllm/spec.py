@@ -298,8 +298,8 @@ def groups(spec: VllmSpec, plan: Sequence[EngineStart]) -> list[list[EngineStart
 
 
 def traces_of(group: Sequence[EngineStart]) -> tuple[Trace, ...]:
-    """The traces of a group. All its engines run the same ones, except that the reference runs only the last."""
-    return max((start.traces for start in group), key=len)
+    """The traces of a group, each once. Engines run the same ones, but for a reference and a bound, which run some of them."""
+    return tuple(dict.fromkeys(trace for start in group for trace in start.traces))
 
 
 def job(engine: EngineStart, spec: VllmSpec, config: Any) -> dict[str, Any]:
