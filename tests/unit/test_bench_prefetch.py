@@ -121,7 +121,7 @@ def test_a_layer_that_prefetches_nothing_is_no_time_of_prefetching(monkeypatch: 
 
     def deviation(counts: dict[str, int]) -> str | None:
         passes = [PassReport("prefetch_weights", "changed", 0.0, counts)]
-        entry: Any = SimpleNamespace(variant=variant, row=LayerRow(variant.label, "ours", 64, 64, "timed"))
+        entry = layer_worker.VariantAtTokens(variant, LayerRow(variant.label, "ours", 64, 64, "timed"))
         ranks: Any = None
         return layer_worker.deviation_of(ranks, entry, [GraphReport([site], None, passes=passes)])
 
