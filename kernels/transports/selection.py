@@ -301,8 +301,8 @@ def up_to_bytes_of_whole(step: Step, following: Step | None) -> int:
 
     One-shot ends where its further bytes take as long as two-shot's second hop. Of a message it moves ``n - 1``, two-shot
     ``2 (1 - 1 / n)``, or half as much again with the residual. So ``(n - 1) (1 - 2 / n)`` further messages become
-    ``(n - 1) (1 - 3 / n)``. On four H200, before clusters shared rows, two-shot took 12.1 us for 1 MiB, and 15.0 with the whole
-    residual, where one-shot took 14.2 (``benchmarks/results/2026-11-22-4xh200-kernel-tp4.csv``).
+    ``(n - 1) (1 - 3 / n)``. On four H200, before clusters shared rows, Triton's two-shot took 12.1 us for 1 MiB, and 15.0 with
+    the whole residual, where one-shot took 14.2 (``benchmarks/results/2026-11-22-4xh200-kernel-tp4.csv``).
     """
     second = None if following is None else ALGORITHMS[following.algorithm].two_whole
     if step.world_size <= 3 or second != step.algorithm:
