@@ -5,11 +5,11 @@ and not by a signal later. The rank that writes a page also allocates it, so the
 bound to a socket. Every rank maps the files of all ranks and registers them with CUDA, which pins them and gives them device
 addresses. The files are unlinked as soon as all ranks have them open. So nothing is left in /dev/shm, however a process ends.
 
-Containers have a small /dev/shm unless they are started with a larger one. A rank that finds no room there makes a file without
-a name in any folder (``memfd_create``), which only the memory of the machine or the container limits. The others open it by
-the number that it has in the owner's process, which ranks of one container may do. Such a number may mean another file where
-containers have processes of their own. So the file has a random title, and who opens it checks that. Names come first, as
-ranks in containers of their own may share a /dev/shm, but not their processes.
+Containers have a small /dev/shm unless they are started with a larger one. A rank that finds no room there makes a file that
+has no name (``memfd_create``), which only the memory of the machine or the container limits. The others open it by the number
+that it has in the owner's process, which ranks of one container may do. Such a number may mean another file where containers
+have processes of their own. So the file has a random title, and who opens it checks that. Names come first, as ranks in
+containers of their own may share a /dev/shm, but not their processes.
 """
 
 from __future__ import annotations

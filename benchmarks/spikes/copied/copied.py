@@ -43,7 +43,7 @@ import triton.language as tl
 
 from tw_compile import compat
 from tw_compile.child import Child, end
-from tw_compile.harness.measure import HEAD_START_CYCLES
+from tw_compile.harness.measure import HEAD_START_CYCLES, capture, gpu_us
 from tw_compile.harness.problems import EPS, Context, Form, Problem, Results, expect_right, make_problem
 from tw_compile.kernels.algorithms import ALGORITHMS
 from tw_compile.kernels.collective.host_memory import HostMemory
@@ -229,27 +229,13 @@ def timed(lanes: Sequence[Lane], count: int) -> float:
         lane()  # what is made once is made now
     torch.cuda.synchronize()
     dist.barrier()
-    graph, streams = torch.cuda.CUDAGraph(), [torch.cuda.Stream() for _ in lanes]
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        main = torch.cuda.current_stream()
-        for stream, lane in zip(streams, lanes, strict=True):
-            stream.wait_stream(main)
-            with torch.cuda.stream(stream):
-                for _ in range(count):
-                    lane()
-        for stream in streams:
-            main.wait_stream(stream)
+    graph = capture(lanes, count * len(lanes), at_once=len(lanes))
     times = []
     for _ in range(_REPLAYS):
         torch.cuda.synchronize()
         dist.barrier()
-        begin, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         compat.delay_stream(HEAD_START_CYCLES)
-        begin.record()
-        graph.replay()
-        done.record()
-        torch.cuda.synchronize()
-        slowest = torch.tensor(begin.elapsed_time(done) * 1e3 / count / len(lanes))
+        slowest = torch.tensor(gpu_us(graph.replay) / count / len(lanes))
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         times.append(float(slowest))
     return round(statistics.median(times[_WARM_UP:]), 1)

@@ -141,7 +141,7 @@ def with_prefetch(values: Iterable[str]) -> list[LayerVariant]:
 def with_kernels(names: Iterable[str]) -> list[LayerVariant]:
     """``fused`` and ``fused+split`` with each of these kernels for all of their calls.
 
-    The second is for kernels that run beside other work alone. The transport is the kernel's, and no GEMM is fed.
+    Only kernels that run beside other work have the second. The transport is the kernel's, and no GEMM is fed.
     """
     return [
         replace(

@@ -264,8 +264,6 @@ def deviation_of(ranks: Ranks, entry: VariantAtTokens, reports: list[GraphReport
         for split in splits:
             if split.mode == "off" and split.asked != "auto":
                 return f"tokens are not split, {split.reason}: {split.detail}"
-        if entry.forced is not None and (other := entry.forced.deviation()) is not None:
-            return other
         for transport in {site.transport for site in sites if site.transport is not None}:
             reason = fallback(ranks, get_transport(transport))
             if reason is not None:
