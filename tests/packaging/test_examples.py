@@ -4,23 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from fork_servers import run_script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TWO_RANKS = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
-
-
-def run(folder: Path, *command: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.mark.full
@@ -28,7 +17,8 @@ def test_generate_fuses_every_all_reduce_of_a_checkpoint(tmp_path: Path) -> None
     from test_readme import write_checkpoint
 
     write_checkpoint(tmp_path / "CHECKPOINT")
-    output = run(tmp_path, *TWO_RANKS, str(EXAMPLES / "generate.py"), "CHECKPOINT", "Hello")
+    # Not by torchrun: now and then a gloo thread aborts a rank that finalises Python, see ``tw_compile/leave.py``.
+    output = run_script(tmp_path, EXAMPLES / "generate.py", "CHECKPOINT", "Hello", ranks=2)
     counts = re.findall(r"(\d+) of (\d+) all_reduces fused", output)
     assert counts and all(fused == total and int(fused) >= 4 for fused, total in counts), output
 
