@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
+from tw_compile import compat
 from tw_compile.passes.contract import Context, InductorNeed, Outcome, Pass
 from tw_compile.passes.fusion.forms import read_all_reduce
 from tw_compile.passes.fusion.fuse import FusionDecisions
@@ -66,6 +67,8 @@ def _choose(graph: fx.Graph, context: Context) -> Outcome:
         else choose_split_of_host(*given, context.host, context.analysis, context.link)
     )
     context.keep(choice)
+    if choice.counts is not None:
+        compat.keep_within(choice.counts.tokens, choice.counts.low, choice.counts.high)
     return Outcome(False, refused=f"{choice.reason}: {choice.detail}" if isinstance(choice, NotSplit) else "")
 
 

@@ -12,7 +12,7 @@ from tw_compile.models.config import load_config, tensor_parallel_plan
 from tw_compile.passes.reasons import HostAttention, SplitRefusal
 from tw_compile.passes.split import SplitChoice
 from tw_compile.passes.split.analysis import choose
-from tw_compile.passes.split.analysis.choose import NotSplit, _Planner
+from tw_compile.passes.split.analysis.choose import Counts, NotSplit, _Planner
 from tw_compile.passes.split.analysis.layer import GraphLayer
 from tw_compile.passes.split.analysis.token_axis import TokenAxis, Unit
 from tw_compile.planning import DeviceProfile, Mode, Off, Plan, layer_shape, load_profile, plan_layer
@@ -160,6 +160,40 @@ def test_an_unbounded_range_names_bounds_that_pay_if_there_are_some(planned: Pla
     planned(lambda tokens, first, cut: plan_of(tokens // 2, tokens, 1000.0, Off.NOT_FASTER))
     refused = choose.choice_for_range(planner(), 2, None)
     assert isinstance(refused, NotSplit) and refused.detail.endswith("of up to 16384 none pays")
+
+
+@pytest.mark.parametrize(
+    ("example", "counts", "split"),
+    [(64, (2, 1023), False), (1024, (1024, 16384), True), (9000, (1024, 16384), True), (20000, (16385, None), False)],
+)
+def test_an_unbounded_graph_is_made_for_the_counts_that_are_split_as_its_example_is(
+    planned: Planned, example: int, counts: tuple[int, int | None], split: bool
+) -> None:
+    planned(from_1024)
+    tokens: Any = object()
+    choice = choose.choice_for_example(planner(), tokens, 2, example)
+    assert choice.counts == Counts(tokens, *counts) and isinstance(choice, SplitChoice) is split
+    if isinstance(choice, SplitChoice):
+        bounded = choose.choice_for_range(planner(), 1024, 16384)
+        assert isinstance(bounded, SplitChoice) and choice.first == bounded.first
+    else:
+        assert f"a graph for {choice.counts} tokens" in choice.detail and "graphs of their own" in choice.detail
+
+
+def test_an_unbounded_graph_is_for_all_counts_where_none_pays(planned: Planned) -> None:
+    planned(lambda tokens, first, cut: plan_of(tokens // 2, tokens, 1000.0, Off.NOT_FASTER))
+    choice = choose.choice_for_example(planner(), Any, 2, 4096)  # type: ignore[arg-type]
+    assert isinstance(choice, NotSplit) and choice.counts is None and choice.detail.endswith("none pays")
+
+
+def test_an_unbounded_graph_of_several_requests_is_made_for_whole_requests(planned: Planned) -> None:
+    planned(from_1024)
+    tokens: Any = object()
+    choice = choose.choice_for_example(planner("request", 4), tokens, 8, 4096)
+    assert isinstance(choice, SplitChoice) and choice.first == 2
+    assert choice.counts is not None and choice.counts.low % 4 == choice.counts.high % 4 == 0  # type: ignore[operator]
+    inside_of_one = choose.choice_for_example(planner("token", 4), tokens, 8, 4096)
+    assert isinstance(inside_of_one, NotSplit) and inside_of_one.counts is None
 
 
 def test_bounds_of_several_requests_are_those_of_one(planned: Planned) -> None:

@@ -212,6 +212,31 @@ def test_bounds_that_a_refusal_names_make_a_graph_that_is_split() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_graph_without_bounds_gets_those_of_the_counts_that_are_split_as_its_own(marked: bool) -> None:
+    """Also where a user has marked the dim as dynamic: torch.compile takes other bounds for no breach of that."""
+
+    def guards(seq: int) -> tuple[str, set[str]]:
+        with fake_cuda():
+            decoder = build_decoder(load_config("llama-3.1-8b"), device="cuda", dtype=torch.bfloat16, num_layers=1)
+            ids = torch.zeros(1, seq, dtype=torch.long, device="cuda")
+            if marked:
+                torch._dynamo.mark_dynamic(ids, 1)
+            given = Config(split="auto", device_profile="H200", strict=True)
+            seen = rewrite(decoder, (ids,), world_size=WORLD_SIZE, config=given, dynamic=None if marked else True)
+        assert seen.report.split is not None
+        environment = compat.graph_fake_mode(seen.after.graph).shape_env
+        of_tokens = [str(guard.expr) for guard in environment.guards if re.search(r"s\d+ [<>]", str(guard.expr))]
+        return seen.report.split.mode, {re.sub(r"s\d+", "s", guard) for guard in of_tokens}
+
+    mode, of_short = guards(64)
+    assert mode == "off" and len(of_short) == 1
+    low = int(re.fullmatch(r"s <= (\d+)", of_short.pop()).group(1)) + 1  # type: ignore[union-attr]
+    assert guards(4096) == ("split", {f"s >= {low}", "s <= 16384"})
+    assert guards(20000) == ("off", {"s >= 16385"})
+
+
+@pytest.mark.full
 def test_masked_attention_is_planned_where_the_profile_has_its_time(tmp_path: Path) -> None:
     split, graph = inspected(model=WINDOWED)
     assert split.plan is not None and split.mode == split.plan.mode == "split", split.detail

@@ -241,6 +241,22 @@ def size_bounds(size: int | torch.SymInt) -> tuple[int, int | None]:
     return int(bounds.lower), int(bounds.upper) if bounds.upper.is_Integer else None  # else one of two infinities
 
 
+def keep_within(size: torch.SymInt, low: int, high: int | None) -> None:
+    """Make the graph that is compiled now one for ``low`` to ``high``, where ``size`` is; None: for any more than ``low``.
+
+    These are guards: torch.compile compiles another graph when another size comes.
+    """
+    if not (size >= low and (high is None or size <= high)):
+        raise ValueError(f"size: expected {low} to {high}, got {size}")
+
+
+def can_compile_again() -> bool:
+    """Whether the graph that is compiled now is compiled again when a size comes that a guard excludes; not by AOTInductor."""
+    from torch._inductor.virtualized import V
+
+    return not V.aot_compilation
+
+
 def known_factor(size: torch.SymInt) -> int:
     """The largest known number that a size is a multiple of, as its expression shows: 2 for ``2 * s0 - 2 * u0``."""
     return int(size.node.expr.as_content_primitive()[0])

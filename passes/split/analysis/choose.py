@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ParamSpec, Protocol, TypeVar
 
+import torch
 import torch.fx as fx
 
 from tw_compile import compat
@@ -40,16 +41,33 @@ _LOOKED_AT = 2**14
 
 
 @dataclass(frozen=True)
+class Counts:
+    """The token counts that a graph is for: ``low`` to ``high``, or any more if that is None. Others get a graph of their own.
+
+    ``tokens`` is the graph's symbolic count.
+    """
+
+    tokens: torch.SymInt
+    low: int
+    high: int | None
+
+    def __str__(self) -> str:
+        return f"{self.low} and any more" if self.high is None else f"{self.low} to {self.high}"
+
+
+@dataclass(frozen=True)
 class SplitChoice:
     """Half 1 gets ``first`` of the axis's units. ``plan`` is for these halves; None if an option asks for them without a plan.
 
-    ``attention_once``: a host's attention can't be split, whatever the plan.
+    ``attention_once``: a host's attention can't be split, whatever the plan. ``counts``: the token counts that the choice is
+    for, if the graph could have others; None if it is for all.
     """
 
     axis: TokenAxis
     first: int | FirstHalf
     plan: Plan | None = None
     attention_once: bool = False
+    counts: Counts | None = None
 
     @property
     def join_attention(self) -> bool:
@@ -59,11 +77,12 @@ class SplitChoice:
 
 @dataclass(frozen=True)
 class NotSplit:
-    """The name of the reason, and the words that explain it; the plan, if one was made."""
+    """The name of the reason, the words that explain it, and the plan if one was made. ``counts``: see :class:`SplitChoice`."""
 
     reason: str
     detail: str
     plan: Plan | None = None
+    counts: Counts | None = None
 
 
 class Analyser(Protocol):
@@ -169,7 +188,10 @@ def choose_split(
         return planners
     if isinstance(axis.tokens, int):
         return choice_for(planners, axis.tokens)
-    return choice_for_range(planners[0], *compat.size_bounds(axis.tokens))
+    low, high = compat.size_bounds(axis.tokens)
+    if high is None and (example := compat.example_of(axis.tokens, 0)) and compat.can_compile_again():
+        return choice_for_example(planners[0], axis.tokens, low, example)
+    return choice_for_range(planners[0], low, high)
 
 
 def choose_split_of_host(
@@ -346,6 +368,30 @@ def choice_for_range(planner: _Planner, low: int, high: int | None) -> SplitChoi
     if worst.off is not None:
         detail = f"{detail}: at {worst.tokens} it would be off ({worst.off})"
     return NotSplit(SplitRefusal.TOKEN_COUNT_UNKNOWN, f"{detail}; {where}" if where else detail, worst)
+
+
+def choice_for_example(planner: _Planner, tokens: torch.SymInt, low: int, example: int) -> SplitChoice | NotSplit:
+    """A graph for ``low`` and any more tokens, of which it has ``example`` now, is made for the counts that are split alike.
+
+    The rest gets graphs of its own, when such a count comes. So long prompts are split, although short ones must not be.
+    """
+    batch = planner.batch
+    everywhere = choice_for_range(planner, low, None)
+    if (planner.axis.unit == "token" and batch != 1) or max(low, batch) >= _LOOKED_AT:
+        return everywhere
+    parts = planner.ranges().cut(max(low, batch), _LOOKED_AT // batch * batch)
+    if all(part.split is None for part in parts):
+        return everywhere
+    inside = next((part for part in parts if part.low <= example <= part.high), None)
+    if inside is None:
+        counts = Counts(tokens, parts[-1].high + 1, None)
+        detail = f"a graph for {counts} tokens, which nobody plans for; fewer get graphs of their own"
+        return NotSplit(SplitRefusal.TOKEN_COUNT_UNKNOWN, detail, counts=counts)
+    counts = Counts(tokens, inside.low, inside.high)
+    choice = choice_for_range(planner, inside.low, inside.high)
+    if isinstance(choice, NotSplit):
+        choice = replace(choice, detail=f"{choice.detail}; a graph for {counts} tokens, others get graphs of their own")
+    return replace(choice, counts=counts)
 
 
 def _where_it_pays(planner: _Planner, ranges: Ranges, low: int, high: int) -> str:
