@@ -1,9 +1,10 @@
 """Whether kernels on the GPUs of a node can work on each other's memory, and whether they may.
 
 PCIe cards with the stock driver, virtual machines and containers often lack peer access. Other PCIe cards have it, but their
-link has no native atomics, by which barriers of our kernels signal peers. :func:`pair_obstacle` says both, at compile time and
-at the first use, so that both find the same. The checks here need no communication and create no CUDA context. ``p2p_group.py``
-checks what only the first use can tell.
+link has no native atomics. Then CUDA does not promise that a word that a peer writes arrives whole, and behind what was written
+before. All our kernels over peer memory need that, also those that signal by stores (``docs/decisions/host-memory.md``).
+:func:`pair_obstacle` says both, at compile time and at the first use, so that both find the same. The checks here need no
+communication and create no CUDA context. ``p2p_group.py`` checks what only the first use can tell.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def local_world_size() -> int:
 
 
 def native_atomics(device: int, peer: int) -> bool:
-    """Whether atomics of ``device`` on memory of ``peer`` (CUDA ordinals) work; NVLink supports them, PCIe mostly does not.
+    """Whether ``device`` has native atomics on memory of ``peer`` (CUDA ordinals): over NVLink it has, over PCIe mostly not.
 
     Raises:
         OSError: There is no library of NVIDIA's driver.
@@ -87,7 +88,7 @@ def peer_access_obstacle(local_ranks: Sequence[int]) -> str | None:
 
 
 def copy_obstacle(local_ranks: Sequence[int]) -> str | None:
-    """:func:`peer_access_obstacle` for what needs no atomics: copies, and kernels that signal by stores."""
+    """:func:`peer_access_obstacle` for what asks for no atomics: copies, and kernels of others."""
     obstacle = peer_access_obstacle(local_ranks)
     return None if obstacle == NO_PEER_ATOMICS else obstacle
 

@@ -15,7 +15,7 @@ _READ, _WRITE, _NVLINK, _ATOMICS = range(4)
 
 
 class Peers(NamedTuple):
-    """Whether GPUs reach each other's memory, and whether their links have native atomics, which kernels of ours need."""
+    """Whether GPUs reach each other's memory, and whether their links have native atomics, which our kernels need."""
 
     access: bool = True
     atomics: bool = True
