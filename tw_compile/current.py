@@ -18,7 +18,8 @@ from tw_compile.config import OPTION_PREFIX, Config
 from tw_compile.gating.facts import Node, Settings
 from tw_compile.gating.gate import Gate
 from tw_compile.gating.layers import Layer
-from tw_compile.kernels.collective.peer_access import gpus_reach_each_other, local_world_size
+from tw_compile.kernels.collective.peer_access import known_link_obstacle, local_world_size
+from tw_compile.kernels.collective.transports import NO_PEER_ACCESS
 from tw_compile.own_gate import own_gate
 from tw_compile.planning import DeviceProfile, Link, load_profile, profile_of_device
 from tw_compile.planning.links import link_of_node
@@ -62,14 +63,16 @@ def _observed_gate(config: Config, observe: Callable[[Settings], Settings], cali
 
 
 def current_node() -> Node:
-    """This process's device, and whether the GPUs of its host's ranks reach each other's memory.
+    """This process's device, and how the GPUs of its host's ranks reach each other's memory.
 
     Without a process group, all GPUs that this process sees are asked.
     """
     device = torch.cuda.current_device()
     multicast = bool(compat.multicast_support(device))
     ranks = local_world_size() if dist.is_initialized() else torch.cuda.device_count()
-    return Node(torch.cuda.get_device_capability(device), multicast, gpus_reach_each_other(range(ranks)))
+    obstacle = known_link_obstacle(range(ranks))
+    capability = torch.cuda.get_device_capability(device)
+    return Node(capability, multicast, peer_access=obstacle != NO_PEER_ACCESS, peer_atomics=obstacle is None)
 
 
 def measured_on(device_name: str, world_size: int, node: Node, peer_access: bool) -> MeasuredOn:

@@ -5,7 +5,6 @@ Everything here is collective, waits on the host, and runs at the first use of a
 
 from __future__ import annotations
 
-import ctypes
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,11 +18,10 @@ import torch.distributed as dist
 from tw_compile import compat
 from tw_compile.agree import common_obstacle, gather
 from tw_compile.environment import peer_access
-from tw_compile.kernels.collective.peer_access import SWITCHED_OFF
+from tw_compile.kernels.collective.peer_access import SWITCHED_OFF, pair_obstacle
 
 T = TypeVar("T")
 
-_NATIVE_ATOMIC_SUPPORTED = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 _PROBE_BYTES = 4096
 
 
@@ -66,16 +64,6 @@ def _host_id() -> str:
     return f"{socket.gethostname()} {boot_id.read_text().strip() if boot_id.exists() else ''}".strip()
 
 
-def native_atomics(device: int, peer: int) -> bool:
-    """Whether atomics of ``device`` on memory of ``peer`` (CUDA ordinals) work; NVLink supports them, PCIe mostly does not."""
-    driver = ctypes.CDLL("libcuda.so.1")
-    handles = (ctypes.c_int(), ctypes.c_int())
-    value = ctypes.c_int()
-    codes = [driver.cuDeviceGet(ctypes.byref(handle), n) for handle, n in zip(handles, (device, peer), strict=True)]
-    codes.append(driver.cuDeviceGetP2PAttribute(ctypes.byref(value), _NATIVE_ATOMIC_SUPPORTED, *handles))
-    return not any(codes) and value.value == 1
-
-
 def device_uuids() -> list[str]:
     """UUIDs of the devices this process sees, by ordinal."""
     return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
@@ -108,8 +96,7 @@ def peer_obstacle(
     own: int,
     facts: Sequence[RankFacts],
     visible: Sequence[str],
-    can_access: Callable[[int, int], bool],
-    has_atomics: Callable[[int, int], bool],
+    obstacle_between: Callable[[int, int], str | None],
 ) -> str | None:
     """Why the device with ordinal ``own`` cannot work on the memory of all ranks in ``facts``; None when it can."""
     obstacle = host_obstacle(facts)
@@ -120,11 +107,9 @@ def peer_obstacle(
             continue
         if fact.device_uuid not in visible:
             return f"the GPU of rank {rank} is not visible to this process (CUDA_VISIBLE_DEVICES), access unknown"
-        peer = visible.index(fact.device_uuid)
-        if not can_access(own, peer):
-            return f"no peer access to the GPU of rank {rank}"
-        if not has_atomics(own, peer):
-            return f"no atomics on the memory of rank {rank}'s GPU (the link does not support them)"
+        obstacle = obstacle_between(own, visible.index(fact.device_uuid))
+        if obstacle is not None:
+            return f"{obstacle} (to the GPU of rank {rank})"
     return None
 
 
@@ -145,12 +130,9 @@ def group_obstacle(group: dist.ProcessGroup, device: torch.device) -> str | None
     """Why the group cannot use P2P kernels, or None; the same answer on every rank. Collective."""
     own, visible, facts = _facts(group, device)
     try:
-        if peer_access():
-            obstacle = peer_obstacle(own, facts, visible, torch.cuda.can_device_access_peer, native_atomics)
-        else:
-            obstacle = SWITCHED_OFF
+        obstacle = peer_obstacle(own, facts, visible, pair_obstacle) if peer_access() else SWITCHED_OFF
         if obstacle is None:
             compat.symm_mem_empty(_PROBE_BYTES, device)
-    except (RuntimeError, OSError) as error:
+    except RuntimeError as error:
         obstacle = f"symmetric memory is not available: {error}"
     return common_obstacle(group, obstacle)

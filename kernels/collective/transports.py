@@ -30,6 +30,7 @@ SLOW_LINK_WIRE_BYTES = 1 << 20
 exact."""
 NCCL_MAX_HIDDEN = 65536  # one row is one block of the norm kernel: 64 elements a thread
 NO_PEER_ACCESS = "no peer access between the GPUs"
+NO_PEER_ATOMICS = "the link between the GPUs has no native atomics"
 
 LimitedBy = Literal["nothing", "hidden_size", "group", "device"]
 
@@ -39,7 +40,7 @@ class GroupFacts:
     """What the choice of a transport depends on; the same on every rank of the group.
 
     Attributes:
-        peer_access: Whether its GPUs may work on each other's memory; also True where only the first use can tell.
+        peer_access: Whether kernels on its GPUs may work on each other's memory; also True where only the first use can tell.
         peer_obstacle: The reason that is reported where they may not.
     """
 

@@ -42,9 +42,10 @@ from tw_compile.harness.plot import spread
 from tw_compile.harness.requests import RankError, UsageError
 from tw_compile.harness.rows import Outcome, failures
 from tw_compile.harness.table import SMOKE_TEST
+from tw_compile.kernels.collective import peer_access
 from tw_compile.kernels.collective.peer_access import SWITCHED_OFF
 from tw_compile.kernels.collective.transport import get_transport
-from tw_compile.kernels.collective.transports import NO_PEER_ACCESS
+from tw_compile.kernels.collective.transports import NO_PEER_ACCESS, NO_PEER_ATOMICS
 
 SPEC = BenchSpec(4, "cuda", "bfloat16", (8192,), (16, 64))
 MIB = 2**20
@@ -407,6 +408,11 @@ def test_what_needs_peer_memory_is_a_row_with_the_reason(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda gpu, peer: False)
     assert {one.label for one in everyone if one.obstacle(size, 2) == NO_PEER_ACCESS} == off
+    monkeypatch.setattr(peer_access, "pair_obstacle", lambda gpu, peer: NO_PEER_ATOMICS)
+    without_atomics = {one.label for one in everyone if one.obstacle(size, 2) == NO_PEER_ATOMICS}
+    assert off - without_atomics == {"copy-engines+norm", "flashinfer-one-shot", "flashinfer-two-shot"}, (
+        "which need none"
+    )
 
 
 @pytest.mark.skipif(importlib.util.find_spec("flashinfer") is not None, reason="flashinfer is installed")

@@ -22,6 +22,7 @@ from tw_compile.benchmark.results import as_csv
 from tw_compile.benchmark.spec import MessageSize
 from tw_compile.benchmark.variants import taking_part
 from tw_compile.harness.problems import Form, Problem
+from tw_compile.kernels.collective import peer_access
 from tw_compile.kernels.collective.spec import Request
 from tw_compile.kernels.transports.p2p import P2PTransport
 from tw_compile.kernels.transports.selection import Insist
@@ -134,7 +135,7 @@ def test_multimem_is_a_row_with_the_reason_where_there_is_no_multicast(monkeypat
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda gpu, peer: True)
+    monkeypatch.setattr(peer_access, "pair_obstacle", lambda gpu, peer: None)
     for answer, obstacle in ((None, missing), (False, missing), (True, None)):
         monkeypatch.setattr(compat, "multicast_support", {1: answer}.get)
         assert multimem.obstacle(size, 2) == obstacle

@@ -151,7 +151,7 @@ def test_multimem_is_no_candidate_where_multicast_is_switched_off(
     monkeypatch.setattr(torch._C._distributed_c10d, "_SymmetricMemory", planted)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(current, "gpus_reach_each_other", lambda devices: True)
+    monkeypatch.setattr(current, "known_link_obstacle", lambda devices: None)
     if switch is None:
         monkeypatch.delenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", raising=False)
     else:

@@ -9,6 +9,7 @@ from gpu.checks.sharing import share_gpus
 
 from tw_compile.kernels.collective import p2p_group
 from tw_compile.kernels.collective.p2p_group import RankFacts, peer_obstacle
+from tw_compile.kernels.collective.transports import NO_PEER_ATOMICS
 
 ALLOW = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 SHARING = [
@@ -28,8 +29,8 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(variable)
 
 
-def obstacle(facts: list[RankFacts], access: bool = True, atomics: bool = True) -> str | None:
-    return peer_obstacle(0, facts, ["a", "b"], lambda own, peer: access, lambda own, peer: atomics)
+def obstacle(facts: list[RankFacts], between: str | None = None) -> str | None:
+    return peer_obstacle(0, facts, ["a", "b"], lambda own, peer: between)
 
 
 def test_only_the_decision_about_shared_gpus_is_lifted(restored: None) -> None:
@@ -37,8 +38,7 @@ def test_only_the_decision_about_shared_gpus_is_lifted(restored: None) -> None:
     share_gpus()
     assert obstacle(SHARING) is None
     assert "2 hosts" in str(obstacle([*SHARING, RankFacts("other", "a", (9, 0))]))
-    assert "no peer access to the GPU of rank 1" in str(obstacle(SHARING, access=False))
-    assert "no atomics on the memory of rank 1" in str(obstacle(SHARING, atomics=False))
+    assert obstacle(SHARING, NO_PEER_ATOMICS) == f"{NO_PEER_ATOMICS} (to the GPU of rank 1)"
 
 
 def test_symmetric_memory_is_told(restored: None) -> None:

@@ -20,7 +20,9 @@ from tw_compile.harness.measure import LoopTimer
 from tw_compile.harness.problems import Context
 from tw_compile.harness.ranks import Ranks
 from tw_compile.harness.requests import RankError
+from tw_compile.kernels.collective import peer_access
 from tw_compile.kernels.collective.peer_access import SWITCHED_OFF
+from tw_compile.kernels.collective.transports import NO_PEER_ATOMICS
 
 SPEC = links.LinksSpec(nbytes=4096)
 LABELS = ["to host", "to host", "from host", "from host", "signal", "push", "push", "pull", "pull"]
@@ -140,6 +142,12 @@ def test_without_peer_access_the_way_through_the_host_is_measured_alone(
     rows = pair.run()
     assert [row["reason"] for row in rows] == [None] * 4 + [SWITCHED_OFF] * 5
     assert pair.made == [0, 0] and all(row["gb_per_s"] > 0 for row in rows[:4])
+
+
+def test_a_link_without_atomics_is_measured(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """These figures are what is known of a link that our kernels leave alone."""
+    monkeypatch.setattr(peer_access, "peer_access_obstacle", lambda local_ranks: NO_PEER_ATOMICS)
+    assert {row["reason"] for row in pair.run()} == {None}
 
 
 def test_what_fails_on_one_gpu_is_a_row_with_the_reason(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

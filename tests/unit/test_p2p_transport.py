@@ -21,7 +21,13 @@ from tw_compile.kernels.collective.p2p_group import RankFacts, outside_pools, pe
 from tw_compile.kernels.collective.slot import GroupState
 from tw_compile.kernels.collective.spec import NormSpec, Request
 from tw_compile.kernels.collective.transport import Started, get_transport
-from tw_compile.kernels.collective.transports import NCCL_MAX_HIDDEN, P2P_MAX_HIDDEN, GroupFacts, choose_transport
+from tw_compile.kernels.collective.transports import (
+    NCCL_MAX_HIDDEN,
+    NO_PEER_ATOMICS,
+    P2P_MAX_HIDDEN,
+    GroupFacts,
+    choose_transport,
+)
 from tw_compile.kernels.transports import p2p, slot_transport
 from tw_compile.kernels.transports.selection import Insist, Selector, Step
 
@@ -31,40 +37,32 @@ MIB = 2**20
 FACTS = [RankFacts("host boot", uuid, (9, 0)) for uuid in ("a", "b")]
 
 
-def always(*_: int) -> bool:
-    return True
+def always(*_: int) -> None:
+    """No obstacle between any two GPUs."""
 
 
-def never(*_: int) -> bool:
-    return False
+def never(*_: int) -> str:
+    return NO_PEER_ATOMICS
 
 
 @pytest.mark.parametrize(
-    ("facts", "visible", "access", "atomics", "expected"),
+    ("facts", "visible", "between", "expected"),
     [
-        (FACTS, ["a", "b"], always, always, None),
-        ([FACTS[0], RankFacts("other boot", "b", (9, 0))], ["a", "b"], always, always, "2 hosts"),
-        (
-            [FACTS[0], RankFacts("host boot", "b", (8, 9))],
-            ["a", "b"],
-            always,
-            always,
-            "compute capabilities (8.9, 9.0)",
-        ),
-        ([FACTS[0], FACTS[0]], ["a", "b"], always, always, "share a GPU"),
-        (FACTS, ["a"], always, always, "rank 1 is not visible"),
-        (FACTS, ["a", "b"], never, always, "no peer access to the GPU of rank 1"),
-        (FACTS, ["a", "b"], always, never, "no atomics on the memory of rank 1"),
+        (FACTS, ["a", "b"], always, None),
+        ([FACTS[0], RankFacts("other boot", "b", (9, 0))], ["a", "b"], always, "2 hosts"),
+        ([FACTS[0], RankFacts("host boot", "b", (8, 9))], ["a", "b"], always, "compute capabilities (8.9, 9.0)"),
+        ([FACTS[0], FACTS[0]], ["a", "b"], always, "share a GPU"),
+        (FACTS, ["a"], always, "rank 1 is not visible"),
+        (FACTS, ["a", "b"], never, f"{NO_PEER_ATOMICS} (to the GPU of rank 1)"),
     ],
 )
 def test_obstacles(
     facts: list[RankFacts],
     visible: list[str],
-    access: Callable[[int, int], bool],
-    atomics: Callable[[int, int], bool],
+    between: Callable[[int, int], str | None],
     expected: str | None,
 ) -> None:
-    obstacle = peer_obstacle(0, facts, visible, access, atomics)
+    obstacle = peer_obstacle(0, facts, visible, between)
     assert obstacle is None if expected is None else expected in str(obstacle)
 
 
@@ -72,11 +70,10 @@ def test_peers_are_looked_up_by_uuid() -> None:
     """Ordinals differ between processes with different CUDA_VISIBLE_DEVICES."""
     asked = []
 
-    def access(own: int, peer: int) -> bool:
+    def between(own: int, peer: int) -> None:
         asked.append((own, peer))
-        return True
 
-    assert peer_obstacle(2, FACTS, ["x", "b", "a"], access, always) is None
+    assert peer_obstacle(2, FACTS, ["x", "b", "a"], between) is None
     assert asked == [(2, 1)]
 
 

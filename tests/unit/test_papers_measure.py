@@ -24,6 +24,8 @@ from tw_compile.benchmark.papers.timed import given, parse
 from tw_compile.benchmark.papers.tokenweave_kernels import BY_MODEL, BY_TUNE
 from tw_compile.cli.app import app
 from tw_compile.harness.requests import INTERRUPTED, RankError, UsageError
+from tw_compile.kernels.collective import peer_access
+from tw_compile.kernels.collective.transports import NO_PEER_ATOMICS
 from tw_compile.planning.measured_halves import MeasuredHalves
 from tw_compile.tuning.halves_profile import write_halves
 
@@ -93,7 +95,9 @@ def test_rows_of_gpus_that_cannot_reach_each_other_went_through_host_memory(
     monkeypatch.setattr("torch.cuda.get_device_name", lambda index: f"card {index}")
     keys = []
     for reach in (False, True):
-        monkeypatch.setattr("torch.cuda.can_device_access_peer", lambda one, other, reach=reach: reach)
+        monkeypatch.setattr(
+            peer_access, "pair_obstacle", lambda one, other, found=None if reach else NO_PEER_ATOMICS: found
+        )
         keys.append(module.made_with())
         rows = measured(tmp_path, host=module.through_host()).rows
         assert rows and all(row.through_host is not reach for row in rows)

@@ -1,4 +1,4 @@
-"""Nodes whose GPUs can't reach each other's memory: how that is known, and which transport is taken there."""
+"""Nodes whose GPUs can't work on each other's memory: how that is known, and which transport is taken there."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import torch.distributed as dist
 
 from tw_compile import Config, TWCompilePass, compat, current
 from tw_compile.gating.facts import Node
-from tw_compile.kernels.collective import p2p_group, transport
-from tw_compile.kernels.collective.peer_access import SWITCHED_OFF, peer_access_obstacle, reach_each_other
+from tw_compile.kernels.collective import p2p_group, peer_access, transport
+from tw_compile.kernels.collective.peer_access import SWITCHED_OFF, copy_obstacle, link_obstacle, peer_access_obstacle
 from tw_compile.kernels.collective.transport import group_facts, node_facts
 from tw_compile.kernels.collective.transports import (
     NO_PEER_ACCESS,
+    NO_PEER_ATOMICS,
     TRANSPORTS,
     GroupFacts,
     Obstacle,
@@ -33,15 +34,20 @@ HOST = TransportEntry("toy-host", ("cuda",), "nowhere:Toy", "pinned memory of th
 
 
 class Gpus:
-    """What torch.cuda says of so many GPUs, of which some pairs are cut off."""
+    """What torch.cuda and the driver say of so many GPUs, of which some pairs are cut off, or have a link without atomics."""
 
     def __init__(self, count: int, cut_off: set[tuple[int, int]]) -> None:
         self.count, self.cut_off, self.asked = count, cut_off, 0
+        self.plain: set[tuple[int, int]] = set()
 
     def can_access(self, gpu: int, peer: int) -> bool:
         assert gpu != peer and max(gpu, peer) < self.count, "CUDA refuses these"
         self.asked += 1
         return (gpu, peer) not in self.cut_off
+
+    def atomics(self, gpu: int, peer: int) -> bool:
+        assert (gpu, peer) not in self.cut_off, "nobody asks for what can't be reached"
+        return (gpu, peer) not in self.plain
 
 
 @pytest.fixture
@@ -53,6 +59,7 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus.count)
         monkeypatch.setattr(torch.cuda, "can_device_access_peer", gpus.can_access)
+        monkeypatch.setattr(peer_access, "native_atomics", gpus.atomics)
         return gpus
 
     return make
@@ -99,11 +106,50 @@ def test_a_transport_that_cannot_serve_the_message_is_passed_over_too() -> None:
     assert names[0] == "toy-host" and names[1] == choose_transport(CUT_OFF, 8192, torch.bfloat16.itemsize).name
 
 
-def test_each_direction_counts() -> None:
-    gpus = Gpus(3, {(2, 0)})
-    assert reach_each_other([0, 1], gpus.can_access) and reach_each_other([1, 2, 1], gpus.can_access)
-    assert not reach_each_other([0, 1, 2], gpus.can_access)
-    assert reach_each_other([1], gpus.can_access) and reach_each_other([], gpus.can_access)
+def test_each_direction_counts(node: Any) -> None:
+    gpus = node(3, (2, 0))
+    assert link_obstacle([0, 1]) is None and link_obstacle([1, 2, 1]) is None
+    assert link_obstacle([0, 1, 2]) == NO_PEER_ACCESS
+    assert link_obstacle([1]) is None and link_obstacle([]) is None
+    gpus.plain = {(1, 0)}
+    assert link_obstacle([0, 1]) == NO_PEER_ATOMICS and link_obstacle([1, 2]) is None
+    assert link_obstacle([0, 1, 2]) == NO_PEER_ACCESS, "without access nobody else can use the link either"
+
+
+def test_compile_time_says_of_a_link_without_atomics_what_the_first_use_finds(
+    node: Any, monkeypatch: pytest.MonkeyPatch, group: str
+) -> None:
+    """So wires, plans and calibrations are those of ``host`` from the start, not those of ``p2p``."""
+    node(2).plain = {(0, 1)}
+    facts = node_facts("cuda", 2)
+    assert facts == GroupFacts("cuda", 2, 1, False, NO_PEER_ATOMICS)
+    choice = choose_transport(facts, 4096, torch.bfloat16.itemsize)
+    assert (choice.name, choice.reason, choice.limited_by) == ("host", NO_PEER_ATOMICS, "device")
+    monkeypatch.setattr(p2p_group, "device_uuids", lambda: ["a", "b"])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    monkeypatch.setattr(p2p_group.compat, "symm_mem_empty", lambda nbytes, device: pytest.fail("no memory is made"))
+    monkeypatch.setattr(p2p_group, "gather", lambda own, _: [own, dataclasses.replace(own, device_uuid="b")])
+    found = p2p_group.group_obstacle(dist.group.WORLD, torch.device("cuda", 0))
+    assert found == f"rank 0: {facts.peer_obstacle} (to the GPU of rank 1)"
+
+
+def test_a_driver_that_cannot_be_asked_promises_no_atomics(node: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_library(gpu: int, peer: int) -> bool:
+        raise OSError("libcuda.so.1")
+
+    node(2)
+    monkeypatch.setattr(peer_access, "native_atomics", no_library)
+    assert link_obstacle((0, 1)) == NO_PEER_ATOMICS
+
+
+def test_copies_need_no_atomics(node: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = node(2)
+    gpus.plain = {(0, 1)}
+    assert peer_access_obstacle((0, 1)) == NO_PEER_ATOMICS and copy_obstacle((0, 1)) is None
+    gpus.cut_off = {(0, 1)}
+    assert copy_obstacle((0, 1)) == NO_PEER_ACCESS
+    monkeypatch.setenv("TW_COMPILE_PEER_ACCESS", "0")
+    assert copy_obstacle((0, 1)) == SWITCHED_OFF
 
 
 def test_the_group_is_asked_for_its_own_gpus(node: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +246,18 @@ def test_the_node_of_the_gate_is_the_hardware(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     monkeypatch.setattr(current.compat, "multicast_support", lambda device: False)
-    assert current.current_node() == Node((8, 9), False, peer_access=not cut_off)
+    assert current.current_node() == Node((8, 9), False, peer_access=not cut_off, peer_atomics=not cut_off)
     with fake_process_group(2):
         assert "LOCAL_WORLD_SIZE" not in os.environ
         assert current.current_node().peer_access, "rank 2 is not there"
+
+
+def test_hosts_all_reduces_use_a_link_without_atomics_and_our_kernels_do_not(
+    node: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node(2).plain = {(0, 1), (1, 0)}
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    monkeypatch.setattr(current.compat, "multicast_support", lambda device: False)
+    here = current.current_node()
+    assert here == Node((8, 9), False, peer_atomics=False) and here.peer_access and not here.peer_kernels

@@ -17,6 +17,8 @@ from typer.testing import CliRunner
 from tw_compile import compat, torch_files
 from tw_compile.cli import doctor
 from tw_compile.cli.app import app
+from tw_compile.kernels.collective import peer_access
+from tw_compile.kernels.collective.transports import NO_PEER_ATOMICS
 from tw_compile.runner import gpus, machine, topology
 
 ALL = [[True, True], [True, True]]
@@ -76,10 +78,11 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(compat, "multicast_support", lambda index: False)
         monkeypatch.setattr(machine, "has_driver", lambda: True)
         monkeypatch.setattr(gpus, "device_uuids", lambda: ["a", "b"])
-        monkeypatch.setattr(gpus, "native_atomics", lambda gpu, peer: atomics)
-        module = nvml or library()
-        module.__spec__ = object()  # find_spec gives that of a module that is there
-        monkeypatch.setitem(sys.modules, "pynvml", module)
+        for module in (gpus, peer_access):
+            monkeypatch.setattr(module, "native_atomics", lambda gpu, peer: atomics)
+        planted = nvml or library()
+        planted.__spec__ = object()  # find_spec gives that of a module that is there
+        monkeypatch.setitem(sys.modules, "pynvml", planted)
 
     return play
 
@@ -149,8 +152,23 @@ def test_a_link_without_atomics_is_no_way_for_the_kernels(node: Any) -> None:
     found = report()
     plan = of_two(found)
     assert plan["transport"] == "host" and "host_two_shot" in plan["kernels"]
-    assert "GPU 0 has no atomics on the memory of GPU 1" in plan["transport_why"]
+    assert plan["transport_why"] == NO_PEER_ATOMICS
     assert "yes PCIe" in found["text"] and "atomics\n" not in found["text"].split("symmetric memory")[0]
+    (line,) = [line for line in found["text"].splitlines() if "without native atomics, which kernels" in line]
+    assert line.startswith("GPU 0 reaches the memory of GPU 1 over PCIe") and "fused rows through host memory" in line
+    node(ALL)
+    assert "without native atomics, which kernels" not in report()["text"]
+
+
+def test_vllm_keeps_its_own_all_reduce_over_a_link_without_atomics(node: Any) -> None:
+    node(ALL, atomics=False)
+    found = report("--vllm")
+    of_vllm = found["vllm"]
+    assert (of_vllm["peer_access"], of_vllm["peer_atomics"]) == (True, False)
+    text = " ".join(found["text"].split())
+    assert f"fused through host memory: {NO_PEER_ATOMICS}" in text and "NCCL alone" not in text
+    stretches = [one for group in of_vllm["groups"] for each in group["thresholds"].values() for one in each]
+    assert "custom" in {one["backend"] for one in stretches}
 
 
 def test_the_switch_is_told(node: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from tw_compile.cli.app import app
 from tw_compile.gating import Node
 from tw_compile.gating.table import Source
 from tw_compile.harness import start
+from tw_compile.kernels.collective import peer_access
 from tw_compile.kernels.collective.transport import registered
 from tw_compile.kernels.collective.transports import TRANSPORTS, TransportEntry
 from tw_compile.kernels.registry import Benchmarked
@@ -140,10 +141,20 @@ def test_the_command_writes_the_link_and_what_it_measured(tmp_path: Path) -> Non
 @pytest.mark.usefixtures("gpus")
 def test_nccl_is_not_timed_where_it_uses_peer_access(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
+    monkeypatch.setattr(peer_access, "native_atomics", lambda one, other: True)
     args = ["tune", "--tp", "2", "--transport", "nccl", "--out", str(tmp_path)]
     result = CliRunner().invoke(app, args)
     assert result.exit_code == 2 and "--transport: expected GPUs without peer access" in result.output
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    assert CliRunner().invoke(app, args).exit_code == 0
+
+
+@pytest.mark.usefixtures("gpus")
+def test_nccl_is_timed_over_a_link_that_our_kernels_do_not_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planner takes NCCL's rates from this file there, however NCCL moves its bytes."""
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
+    monkeypatch.setattr(peer_access, "native_atomics", lambda one, other: False)
+    args = ["tune", "--tp", "2", "--transport", "nccl", "--out", str(tmp_path)]
     assert CliRunner().invoke(app, args).exit_code == 0
 
 

@@ -21,7 +21,7 @@ def test_long_steps_begin_behind_what_flashinfer_is_left(monkeypatch: pytest.Mon
 
 
 def test_peer_access_that_is_switched_off_counts_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in the plugin: gpus_reach_each_other() is False with TW_COMPILE_PEER_ACCESS=0."""
+    """As in the plugin: peers_among() finds none with TW_COMPILE_PEER_ACCESS=0."""
     from tw_compile.cli.app import app
 
     monkeypatch.setenv("TW_COMPILE_PEER_ACCESS", "0")

@@ -106,6 +106,15 @@ def test_without_peer_access_there_is_one_kind_of_node() -> None:
     assert plan.range_endpoints(ENGINE, VLLM, (only,)) == []
 
 
+def test_over_a_link_without_atomics_hosts_use_peers_and_our_kernels_do_not() -> None:
+    (only,) = plan.gates(VLLM, (9, 0), peer_atomics=False)
+    assert only.node.peer_access and not only.node.peer_kernels and not only.node.multicast
+    assert only.decide(2**20, world_size=2, dtype="bfloat16").backend == "custom"
+    row_bytes = plan.row_bytes_of(ENGINE)
+    ends = plan.range_endpoints(ENGINE, replace(VLLM, wire="int8"), (only,))
+    assert 2**20 // row_bytes - 1 in ends, "where host memory has the wire"
+
+
 def test_a_range_ends_where_a_wire_begins() -> None:
     both = plan.gates(VLLM, (9, 0))
     row_bytes = plan.row_bytes_of(ENGINE)
@@ -187,9 +196,12 @@ def test_steps_are_split_from_where_that_is_faster_however_long_the_host_takes(n
     assert before.off in (Off.HOST_SLOWER, Off.NOT_FASTER)
 
 
-def test_without_peers_steps_are_planned_for_the_link_that_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lacking", ["peer_access", "peer_atomics"])
+def test_without_peers_steps_are_planned_for_the_link_that_they_have(
+    monkeypatch: pytest.MonkeyPatch, lacking: str
+) -> None:
     """Calls are slow there, so that a split pays although the host needs as long as the device."""
-    monkeypatch.setattr(plan, "gates", functools.partial(plan.gates, peer_access=False))
+    monkeypatch.setattr(plan, "gates", functools.partial(plan.gates, **{lacking: False}))
     (*_, (first, last)), line = planned("llama-3.1-8b", 2)
     assert last == 8192 and line == f"split auto: steps of {first} to 8192 tokens"
     monkeypatch.undo()

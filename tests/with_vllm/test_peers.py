@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tw_compile.hosts.vllm.peers import gpus_reach_each_other
+from tw_compile.hosts.vllm.peers import Peers, peers_among
 
 pytestmark = pytest.mark.usefixtures("folder")  # vLLM is imported on the fake node
 
@@ -39,17 +39,24 @@ def plant(monkeypatch: pytest.MonkeyPatch, refused: set[tuple[int, int, int]], g
 @pytest.mark.parametrize("way", [0, 1])
 def test_one_pair_that_cannot_read_or_write_is_enough(monkeypatch: pytest.MonkeyPatch, way: int) -> None:
     plant(monkeypatch, {(2, 1, way)})
-    assert not gpus_reach_each_other(3) and not gpus_reach_each_other(4)
-    assert gpus_reach_each_other(2)  # the third GPU is not the engine's
+    assert peers_among(3) == peers_among(4) == Peers(False, False)
+    assert peers_among(2) == Peers()  # the third GPU is not the engine's
+
+
+def test_a_link_has_atomics_if_the_library_says_so_or_if_it_is_of_nvlinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvlink, atomics = (2, 1, 2), (2, 1, 3)
+    for refused, has in (({nvlink}, True), ({atomics}, True), ({nvlink, atomics}, False)):
+        plant(monkeypatch, refused)
+        assert peers_among(3) == Peers(True, has) and peers_among(2) == Peers()
 
 
 def test_the_switch_counts_before_the_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, set())
-    assert gpus_reach_each_other(4)
+    assert peers_among(4) == Peers()
     monkeypatch.setenv("TW_COMPILE_PEER_ACCESS", "0")
-    assert not gpus_reach_each_other(4)
+    assert not peers_among(4).access
 
 
 def test_gpus_that_cannot_be_asked_about_are_taken_to_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, {(0, 1, 0)}, gpus=2)
-    assert gpus_reach_each_other(8) and not gpus_reach_each_other(2)
+    assert peers_among(8) == Peers() and not peers_among(2).access

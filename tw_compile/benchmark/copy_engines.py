@@ -17,7 +17,7 @@ from tw_compile.benchmark.labels import COPY_ENGINES
 from tw_compile.benchmark.spec import MessageSize
 from tw_compile.harness.problems import EPS, Problem
 from tw_compile.harness.ranks import Ranks, symmetric_memory
-from tw_compile.kernels.collective.peer_access import peer_access_obstacle
+from tw_compile.kernels.collective.peer_access import copy_obstacle
 from tw_compile.kernels.collective.spec import rows_per_rank
 from tw_compile.kernels.runtime import stream_words
 
@@ -33,7 +33,7 @@ class CopyEngines(Contender):
     residual_sharded = True
 
     def obstacle(self, size: MessageSize, world_size: int) -> str | None:
-        if obstacle := peer_access_obstacle(range(world_size)):
+        if obstacle := copy_obstacle(range(world_size)):
             return obstacle
         if size.tokens % world_size:
             return f"tried for multiples of {world_size} tokens"

@@ -19,7 +19,7 @@ from tw_compile.benchmark.spec import MessageSize
 from tw_compile.harness.problems import EPS, Problem
 from tw_compile.harness.ranks import Ranks, one_line
 from tw_compile.harness.spec import ELEMENT_BYTES
-from tw_compile.kernels.collective.peer_access import peer_access_obstacle
+from tw_compile.kernels.collective.peer_access import copy_obstacle
 
 WORLD_SIZES = (2, 4, 8)
 MAX_ONE_SHOT_BYTES = 2**25
@@ -55,7 +55,7 @@ class FlashInfer(Contender):
         self._workspaces: dict[int, tuple[Any, torch.Tensor]] = {}
 
     def obstacle(self, size: MessageSize, world_size: int) -> str | None:
-        if obstacle := peer_access_obstacle(range(world_size)):
+        if obstacle := copy_obstacle(range(world_size)):
             return obstacle
         if world_size not in WORLD_SIZES:
             return f"serves {', '.join(map(str, WORLD_SIZES))} ranks"

@@ -29,7 +29,7 @@ _PART = "part"
 
 
 class HostCopies(Contender):
-    """Bare copies by the copy engines, where GPUs can't reach each other's memory. All its calls share the parts."""
+    """Bare copies by the copy engines, where kernels can't work on the memory of peers. All its calls share the parts."""
 
     label = HOST_COPIES
     kind = "bound"

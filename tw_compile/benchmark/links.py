@@ -21,7 +21,7 @@ from tw_compile.harness.measure import GraphTimer
 from tw_compile.harness.ranks import Keep, Ranks, UnavailableError, symmetric_memory, work_as_rank
 from tw_compile.harness.requests import RankError
 from tw_compile.harness.variables import for_measurements
-from tw_compile.kernels.collective.peer_access import peer_access_obstacle
+from tw_compile.kernels.collective.peer_access import copy_obstacle
 
 GPUS = 2
 SIGNAL = "signal"
@@ -122,7 +122,7 @@ def run_rank(spec: LinksSpec, ranks: Ranks, progress: Progress, keep: Keep) -> d
         for gpu in range(GPUS):
             progress(f"{way[0]}, GPU {gpu}")
             tell(_way(ranks, way, gpu, memory))
-    obstacle = ranks.agree(peer_access_obstacle(range(GPUS)))
+    obstacle = ranks.agree(copy_obstacle(range(GPUS)))
     progress(f"{SIGNAL} between the GPUs")
     tell(LinkRow(SIGNAL, None, reason=obstacle) if obstacle else _signal(ranks))
     if obstacle is None:

@@ -49,7 +49,8 @@ def doctor(json_file: JsonOption = None, vllm: VllmOption = False, measure: Meas
             from tw_compile.hosts.vllm import doctor as of_vllm
 
             reachable = report["peer_access_used"] and all(map(all, report["peer_access"]))
-            report["vllm"] = of_vllm.examine(os.environ, *_first_gpu(report), peer_access=reachable)
+            atomics = all(map(all, report["native_atomics"] or ()))
+            report["vllm"] = of_vllm.examine(os.environ, *_first_gpu(report), reachable, atomics)
     except ValueError as error:  # a thresholds file that is wrong
         raise UsageError(str(error)) from error
     report["measured_links"] = _measured_links(console) if measure else None
@@ -111,6 +112,8 @@ def _print(console: Console, report: Report) -> None:
         _matrix(console, report)
     if not report["peer_access_used"]:
         console.print(f"{PEER_ACCESS}=0: tw_compile leaves peer access unused", style="yellow", markup=False)
+    elif line := without_atomics(report):
+        console.print(line, markup=False, soft_wrap=True)
     if report["shared_memory"]:
         space = report["shared_memory"]
         free, size = (f"{space[key] / 2**20:.0f} MiB" for key in ("free_bytes", "bytes"))
@@ -208,6 +211,23 @@ def _link(report: Report, row: int, column: int) -> str:
     if report["native_atomics"] and report["native_atomics"][row][column]:
         words.append("atomics")
     return " ".join(words)
+
+
+def without_atomics(report: Report) -> str:
+    """A line for GPUs that reach each other over a link without native atomics: what runs there and why. Empty if none do."""
+    native = report["native_atomics"]
+    if native is None or not all(map(all, report["peer_access"])):
+        return ""
+    pairs = [(a, b) for a, row in enumerate(native) for b, has in enumerate(row) if not has]
+    if not pairs:
+        return ""
+    a, b = pairs[0]
+    links = report["nvlinks"]
+    over = "over PCIe" if links and not links[a][b] else "over a link"
+    return (
+        f"GPU {a} reaches the memory of GPU {b} {over} without native atomics, which kernels over peer memory (p2p) need. "
+        "So groups with both GPUs send fused rows through host memory. NCCL may use the link"
+    )
 
 
 def pcie_text(figures: dict[str, int | None] | None) -> str:

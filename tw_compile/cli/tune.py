@@ -280,7 +280,8 @@ def _transports(world_sizes: tuple[int, ...], device: str, dry_run: bool) -> tup
     from tw_compile.tuning.calibrate import transports_of
 
     with for_measurements():
-        return tuple(transports_of(node_facts("cuda", max(world_sizes)), current_node()))
+        node = current_node()  # it initialises CUDA, without which nothing is known of peers
+        return tuple(transports_of(node_facts("cuda", max(world_sizes)), node))
 
 
 def _calibrations(spec: Any, devices: list[str]) -> list[Calibration]:
@@ -354,9 +355,9 @@ def _link_labels(transport: str, device: str, plot_file: str | None, dry_run: bo
     link = node_link()
     labels = labels_of(link, transport)
     if not dry_run:
-        import torch
+        from tw_compile.kernels.collective.peer_access import pair_obstacle
 
-        check_link_is_used(link, transport, peer_access() and torch.cuda.can_device_access_peer(0, 1))
+        check_link_is_used(link, transport, peer_access() and pair_obstacle(0, 1) is None)
     return labels
 
 

@@ -36,11 +36,13 @@ class Node:
         multicast: Whether NVLink multicast can be used.
         peer_access: Whether the GPUs can work on each other's memory. Hosts decide by what the hardware can do:
             TW_COMPILE_PEER_ACCESS is for tw_compile alone.
+        peer_atomics: Whether their links have native atomics, too. Our kernels over peer memory need them; hosts' do not.
     """
 
     capability: tuple[int, int] | None
     multicast: bool
     peer_access: bool = True
+    peer_atomics: bool = True
 
     @classmethod
     def parse(cls, device: str, multicast: bool) -> Node:
@@ -49,6 +51,11 @@ class Node:
         if match is None and device != "generic":
             raise ValueError(f"device: expected sm90, sm100, sm103, another sm<number>, or generic, got {device!r}")
         return cls(None if match is None else (int(match[1]), int(match[2])), multicast)
+
+    @property
+    def peer_kernels(self) -> bool:
+        """Whether our kernels over peer memory can run."""
+        return self.peer_access and self.peer_atomics
 
     @property
     def device_class(self) -> str:

@@ -12,8 +12,8 @@ from tw_compile import compat
 from tw_compile.calibration import Calibration, default_folder, stored
 from tw_compile.current import measured_on
 from tw_compile.gating.facts import Node
-from tw_compile.kernels.collective.p2p_group import device_uuids, native_atomics
-from tw_compile.kernels.collective.peer_access import reach_each_other
+from tw_compile.kernels.collective.p2p_group import device_uuids
+from tw_compile.kernels.collective.peer_access import native_atomics
 from tw_compile.kernels.collective.transport import node_facts
 from tw_compile.kernels.transports import selection
 from tw_compile.runner.topology import WORLD_SIZES, Gpus
@@ -26,16 +26,17 @@ def examine() -> Gpus:
     count = torch.cuda.device_count()
     reachable = peer_access(count)
     multicast = compat.multicast_support(0) if count else None
+    native = atomics(reachable)
     node = Node(None, False)
     if count:
-        all_reachable = reach_each_other(range(count), lambda gpu, peer: reachable[gpu][peer])
-        node = Node(torch.cuda.get_device_capability(0), bool(multicast), all_reachable)
+        access, has_atomics = all(map(all, reachable)), native is not None and all(map(all, native))
+        node = Node(torch.cuda.get_device_capability(0), bool(multicast), access, has_atomics)
     each = [_gpu(index) for index in range(count)]
     return Gpus(
         each,
         device_uuids()[:count],
         reachable,
-        atomics(reachable),
+        native,
         multicast,
         node,
         calibrations_of(each, node),

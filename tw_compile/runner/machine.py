@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import platform
-from itertools import permutations
 from typing import Any
 
 from tw_compile.calibration import LAYER, Calibration, default_folder, merged_table
@@ -156,7 +155,7 @@ def device_profile_report(gpus: list[Report], calibrations: list[Calibration]) -
 def _plan(world_size: int, found: Gpus, gate: Gate) -> Report:
     """What a group of ``world_size`` ranks of this host would use."""
     plan: Report = {"world_size": world_size}
-    gpus, atomics = found.each, found.atomics
+    gpus = found.each
     if world_size not in found.groups:
         choice = choose_transport(GroupFacts("cpu", world_size, 1), _HIDDEN_SIZE, _ELEMENT_BYTES)
         why = "no GPU" if not gpus else f"{world_size} ranks need as many GPUs, here are {len(gpus)}"
@@ -168,18 +167,11 @@ def _plan(world_size: int, found: Gpus, gate: Gate) -> Report:
             "all_reduce_why": "the backend of CPU tensors",
         }
     choice = choose_transport(found.groups[world_size], _HIDDEN_SIZE, _ELEMENT_BYTES)
-    transport, why = choice.name, choice.reason
-    lacking = [
-        pair for pair in permutations(range(world_size), 2) if atomics is not None and not atomics[pair[0]][pair[1]]
-    ]
-    if transport == "p2p" and lacking:
-        (a, b), *_ = lacking
-        transport = "host"
-        why = f"p2p turns to it at the first use: GPU {a} has no atomics on the memory of GPU {b}, over this link"
+    transport = choice.name
     return plan | {
         "device": "cuda",
         "transport": transport,
-        "transport_why": why,
+        "transport_why": choice.reason,
         "kernels": kernels_by_size(gpus[0]["name"], world_size, transport) if transport in ("p2p", "host") else None,
         "all_reduce": "nccl" if found.nccl else None,
         "all_reduce_why": "torch's all_reduce of CUDA tensors" if found.nccl else "torch has no NCCL",

@@ -57,7 +57,7 @@ class GraphLayer:
     Attributes:
         transport: The transport of the fused sums; for sums that are not fused, the transport made of the same collective.
         fused: Whether all sums are fused.
-        peer_access: Whether the group's GPUs can read each other's memory.
+        peer_access: Whether kernels on the group's GPUs can work on each other's memory.
         wires: How the rows of fused sums travel.
     """
 

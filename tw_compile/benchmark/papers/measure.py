@@ -60,12 +60,12 @@ class Measured:
 
 
 def through_host() -> bool:
-    """Whether ranks on this machine's GPUs exchange rows through host memory: peer access is switched off, or there is none."""
+    """Whether ranks on this machine's GPUs exchange rows through host memory: kernels can't, or may not, use peers' memory."""
     import torch
 
-    from tw_compile.kernels.collective.peer_access import reach_each_other
+    from tw_compile.kernels.collective.peer_access import link_obstacle
 
-    return not (peer_access() and reach_each_other(range(torch.cuda.device_count()), torch.cuda.can_device_access_peer))
+    return not peer_access() or link_obstacle(range(torch.cuda.device_count())) is not None
 
 
 def made_with() -> str:

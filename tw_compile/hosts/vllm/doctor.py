@@ -13,7 +13,7 @@ from tw_compile.gating.gate import Gate
 from tw_compile.hosts.vllm import dispatch, plan
 from tw_compile.hosts.vllm.options import asked_options, host_of, switched_off, vllm_config
 from tw_compile.hosts.vllm.settings import NEWEST
-from tw_compile.kernels.collective.transports import NO_PEER_ACCESS
+from tw_compile.kernels.collective.transports import NO_PEER_ACCESS, NO_PEER_ATOMICS
 from tw_compile.planning import DeviceProfile, LayerShape, layer_shape, profile_of_device
 
 Report = dict[str, Any]
@@ -30,8 +30,9 @@ def examine(
     capability: tuple[int, int] | None,
     device_name: str | None = None,
     peer_access: bool = True,
+    peer_atomics: bool = True,
 ) -> Report:
-    """The effective configuration for devices of ``capability``, which reach each other's memory or not.
+    """The effective configuration for devices of ``capability``, which reach each other's memory or not, with atomics or not.
 
     Raises:
         ValueError: A variable or a thresholds file is wrong.
@@ -39,7 +40,7 @@ def examine(
     version = installed_version()
     asked = asked_options(None, environment)
     config = vllm_config(asked or {}, version or _TESTED, disable_custom_all_reduce=False)
-    choices = plan.gates(config, capability, peer_access)
+    choices = plan.gates(config, capability, peer_access, peer_atomics)
     profile = None if device_name is None else profile_of_device(device_name)
     engines = [plan.Engine(size, HIDDEN_SIZE, "bfloat16", MAX_TOKENS) for size in WORLD_SIZES]
     return {
@@ -48,6 +49,7 @@ def examine(
         "plugin": _plugin(environment),
         "enabled": _enabled(environment, asked is not None),
         "peer_access": peer_access,
+        "peer_atomics": peer_atomics,
         "settings": asdict(choices[0].settings),
         "groups": [_group(engine, config, choices, capability, profile) for engine in engines],
     }
@@ -63,6 +65,8 @@ def sections(report: Report) -> list[tuple[str, str, dict[str, Any] | list[str]]
     }
     if not report["peer_access"]:
         vllm["all_reduces"] = f"NCCL alone: {NO_PEER_ACCESS}"
+    elif not report["peer_atomics"]:
+        vllm["fused"] = f"through host memory: {NO_PEER_ATOMICS}"
     first: list[tuple[str, str, dict[str, Any] | list[str]]] = [
         ("vLLM", "", vllm),
         ("its all_reduces, by environment", "", report["settings"]),

@@ -127,18 +127,20 @@ class Engine:
         return next((detail for applies, detail in reasons if applies), None)
 
 
-def gates(config: Config, capability: tuple[int, int] | None, peer_access: bool = True) -> tuple[Gate, ...]:
+def gates(
+    config: Config, capability: tuple[int, int] | None, peer_access: bool = True, peer_atomics: bool = True
+) -> tuple[Gate, ...]:
     """The gates for the kinds of node that the workers may find: with NVLink multicast, and without.
 
-    Where there is known to be no peer access, there is no multicast either, so there is one gate.
+    Where there is known to be no peer access, or a link without atomics, there is no multicast either, so there is one gate.
 
     Raises:
         ValueError: A thresholds file, or an environment variable, is wrong.
     """
     if capability is None:
         return (own_gate(config, Node(None, False)),)
-    if not peer_access:
-        return (own_gate(config, Node(capability, False, peer_access=False)),)
+    if not (peer_access and peer_atomics):
+        return (own_gate(config, Node(capability, False, peer_access, peer_atomics)),)
     return tuple(own_gate(config, Node(capability, multicast)) for multicast in (True, False))
 
 
@@ -160,11 +162,11 @@ def split_planner(
     """Plans for ranges of token counts, as the passes make them when they compile a range.
 
     ``inside``: whether attention is in the graphs, and not between them. A graph may be split if something in it is fused; it
-    counts as fused if any gate of ``choices`` fuses it. Where no gate has peer access, messages go through host memory.
+    counts as fused if any gate of ``choices`` fuses it. Where no gate has peer kernels, messages go through host memory.
     ``split_host_us``: what the host takes to launch a split layer of a step that is not captured.
     """
     layer = replace(layer, attention=replace(layer.attention, kernel=ATTENTION.kernel))
-    peers = any(gate.node.peer_access for gate in choices)
+    peers = any(gate.node.peer_kernels for gate in choices)
     kernel, link = (None, None) if peers else ("host", link_of_node())
     codes_unknown = peers and profile.coded_kernel is None
 
@@ -219,7 +221,7 @@ def _wires_of_range(engine: Engine, config: Config, gate: Gate, low: int) -> Wir
 
 def _transport(config: Config, gate: Gate) -> str:
     if config.transport == AUTO:
-        return "p2p" if gate.node.peer_access else "host"
+        return "p2p" if gate.node.peer_kernels else "host"
     return config.transport
 
 

@@ -19,7 +19,7 @@ from tw_compile.config import Config
 from tw_compile.hosts.vllm import plan
 from tw_compile.hosts.vllm.measuring import measure_behind_load_model
 from tw_compile.hosts.vllm.options import asked_options, switched_off, vllm_config
-from tw_compile.hosts.vllm.peers import gpus_reach_each_other
+from tw_compile.hosts.vllm.peers import peers_among
 from tw_compile.hosts.vllm.reasons import HostRefusal
 from tw_compile.hosts.vllm.ways import measure_behind_warm_up
 from tw_compile.kernels.collective.wires import EXACT
@@ -95,7 +95,7 @@ def _keep_norms_apart(engine: Any, config: Config) -> None:
     if not blocks:
         return
     facts = engine_of(engine)
-    choices = plan.gates(config, _capability(), gpus_reach_each_other(facts.tensor_parallel_size))
+    choices = plan.gates(config, _capability(), *peers_among(facts.tensor_parallel_size))
     if plan.fuses_all(facts, config, choices):
         engine.compilation_config.pass_config.fuse_norm_quant = False
 
@@ -227,7 +227,7 @@ def _put(engine: Any, config: Config) -> tuple[bool, str]:
         return False, f"off, {HostRefusal.SLOT_TAKEN}: {holds}"
     if isinstance(users, VllmPass):  # the user named it in inductor_passes, or this configuration was here before
         users = users.before
-    choices = plan.gates(config, _capability(), gpus_reach_each_other(facts.tensor_parallel_size))
+    choices = plan.gates(config, _capability(), *peers_among(facts.tensor_parallel_size))
     limits = compilation.pass_config
     flashinfer = limits.flashinfer_max_size(facts.tensor_parallel_size) if limits.fuse_allreduce_rms else None
     long_from = facts.long_from(config, flashinfer)
