@@ -31,10 +31,14 @@ exact."""
 NCCL_MAX_HIDDEN = 65536  # one row is one block of the norm kernel: 64 elements a thread
 NO_PEER_ACCESS = "no peer access between the GPUs"
 
-P2P_HALVES_BYTES = 1 << 24
-"""From this message size on layers are split over peer memory. Measured on H100, Llama-3.1-8B at TP2 and Llama-3.3-70B at TP4
-were faster in exact halves than whole layers would be if codes saved what they save of calls alone: by 1.02x and 1.04x at 16
-MiB, 1.03x and 1.08x at 64 MiB. Llama-3.3-70B at TP2 is within 2%, either way. No layer was run both ways in one run."""
+P2P_HALVES_BYTES = 12 << 20
+"""From this message size on, over peer memory, exact rows in halves are taken to be faster than codes in whole layers.
+
+At 8 MiB halves of H100 were slower than whole layers. At 16 MiB Llama-3.1-8B at TP2 and Llama-3.3-70B at TP4 were faster in
+exact halves than whole layers would be if codes saved of them what they save of calls alone: 1.02x and 1.04x, and 1.03x and
+1.08x at 64 MiB. Llama-3.3-70B at TP2 is within 2%, either way. No run has both. In between the planner says where they meet:
+at 12 to 14 MiB.
+"""
 
 LimitedBy = Literal["nothing", "hidden_size", "group", "device"]
 

@@ -83,7 +83,7 @@ def test_between_two_ranks_a_layer_was_faster_with_int8_at_two_mebibytes() -> No
         assert of_size["fused-int8"][2] < of_size["fused"][0] < 1.04 * of_size["fused-int8"][1]
 
 
-def test_from_16_mebibytes_on_halves_with_exact_rows_are_faster_by_the_figures_that_are_named() -> None:
+def test_halves_with_exact_rows_are_faster_by_the_figures_that_are_named() -> None:
     """The layers' and the calls' times are of different runs. What codes save of a layer is taken to be what its calls save."""
     (layer,) = (
         one
@@ -94,3 +94,12 @@ def test_from_16_mebibytes_on_halves_with_exact_rows_are_faster_by_the_figures_t
     saved = of_size["tw-push-two-shot"][1] - of_size["tw-push-two-shot-int8"][1]
     assert (layer.split_us, layer.fused_us, round(saved)) == (744.0, 824.3, 26)
     assert layer.fused_us is not None and layer.fused_us - 2 * saved == pytest.approx(772.5, abs=0.5)
+
+
+def test_at_8_mebibytes_halves_were_slower_than_whole_layers() -> None:
+    found = [
+        one.ratio
+        for one in measured_layers("NVIDIA H100 80GB HBM3", "stream")
+        if one.group and one.shape.message_bytes(one.tokens) == 8 * MEBI and one.joined
+    ]
+    assert len(found) == 2 and min(found) > 1.0

@@ -113,8 +113,8 @@ def test_a_range_ends_where_a_wire_begins() -> None:
     assert plan.range_endpoints(ENGINE, replace(VLLM, wire="int8"), both) == exact  # for eight ranks no size has it
     asked = replace(VLLM, wire="int8", wire_min_bytes=100 * row_bytes)
     assert plan.range_endpoints(ENGINE, asked, both) == sorted({*exact, 99})
-    four = replace(ENGINE, tensor_parallel_size=4)  # codes from 4 MiB on, and exact halves from 16 MiB on
-    for split, last in (("auto", {255, 1023}), ("off", {255})):
+    four = replace(ENGINE, tensor_parallel_size=4)  # codes from 4 MiB on, and exact halves from 12 MiB on
+    for split, last in (("auto", {255, 767}), ("off", {255})):
         ends = plan.range_endpoints(four, replace(VLLM, wire="int8", split=split), both)
         assert {*ends} - {*plan.range_endpoints(four, VLLM, both)} == last
     (only,) = plan.gates(VLLM, (9, 0), peer_access=False)

@@ -209,14 +209,14 @@ def test_decoding_over_nvlink_stays_exact_whatever_wire_is_asked_for() -> None:
 @pytest.mark.parametrize(
     ("rows", "options", "wire"),
     [
-        ((1023, 1023), {}, True),
-        ((1024, 1024), {}, False),
-        ((512, 1023), {}, True),
-        ((512, 1024), {}, False),
+        ((767, 767), {}, True),
+        ((768, 768), {}, False),
+        ((512, 767), {}, True),
+        ((512, 768), {}, False),
         ((512, None), {}, True),  # for any number of tokens: never split
-        ((1024, 1024), {"split": "off"}, True),
-        ((1024, 1024), {"split": "512"}, False),
-        ((1024, 1024), {"wire_min_bytes": 0}, True),
+        ((768, 768), {"split": "off"}, True),
+        ((768, 768), {"split": "512"}, False),
+        ((768, 768), {"wire_min_bytes": 0}, True),
     ],
 )
 def test_over_nvlink_rows_stay_exact_where_halves_may_hide_them(
@@ -228,7 +228,7 @@ def test_over_nvlink_rows_stay_exact_where_halves_may_hide_them(
         assert isinstance(answer, Threshold)
     else:
         assert isinstance(answer, WireRefused) and answer.reason == WireRefusal.EXACT_HALVES_FASTER
-        assert "from 16 MiB on" in answer.detail and "744 us in exact halves" in answer.detail
+        assert "from 12 MiB on" in answer.detail and "744 us in exact halves" in answer.detail
 
 
 def test_only_over_peer_memory_do_halves_keep_rows_exact() -> None:
