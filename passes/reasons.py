@@ -63,6 +63,7 @@ class WireRefusal(StrEnum):
     PRECISION_CASTS_KEPT = "precision_casts_kept"
     NOT_MEASURED = "not_measured"
     MESSAGE_TOO_SMALL = "message_too_small"
+    EXACT_HALVES_FASTER = "exact_halves_faster"
     ACCURACY_NOT_MEASURED = "accuracy_not_measured"
     ACCURACY_BEYOND_BUDGET = "accuracy_beyond_budget"
 

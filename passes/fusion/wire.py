@@ -14,7 +14,7 @@ from tw_compile.config import Config
 from tw_compile.gating import Gate
 from tw_compile.gating.table import size
 from tw_compile.gating.wire_accuracy import BUDGET_NATS
-from tw_compile.kernels.collective.transports import TRANSPORTS
+from tw_compile.kernels.collective.transports import TRANSPORTS, ExactHalves
 from tw_compile.kernels.collective.wires import EXACT, WIRES
 from tw_compile.passes.contract import TokenRange
 from tw_compile.passes.fusion.feeds import feeds_of
@@ -75,7 +75,8 @@ def message_refusal(
 ) -> WireRefused | Threshold:
     """Why messages ``[rows, hidden_size]`` keep exact rows, whatever makes them; else the threshold that they reach.
 
-    ``rows``: the smallest and the largest number of rows that one graph serves; None: unbounded.
+    ``rows``: the smallest and the largest number of rows that one graph serves; None: unbounded. An unbounded graph is never
+    split, so its smallest message says whether halves are faster.
     """
     name = name_of_wire(config)
     if name not in TRANSPORTS[transport].wires:
@@ -106,7 +107,23 @@ def message_refusal(
         return WireRefused(
             WireRefusal.MESSAGE_TOO_SMALL, f"{many}{size(smallest)} < {size(threshold.nbytes)} ({threshold.why})"
         )
+    halves, largest = exact_halves(config, transport), (rows[1] or rows[0]) * row_bytes
+    if halves is not None and largest >= halves.from_bytes:
+        return WireRefused(
+            WireRefusal.EXACT_HALVES_FASTER,
+            f"{size(largest)}, and from {size(halves.from_bytes)} on halves with exact rows are faster than whole layers in "
+            f"codes: {halves.why}; where nothing is split, tw_compile.split=off takes codes",
+        )
     return threshold
+
+
+def exact_halves(config: Config, transport: str) -> ExactHalves | None:
+    """From which size on rows stay exact, as halves with exact rows are faster; None where codes have no such end.
+
+    The passes decide about rows before they plan halves. So this is by size alone, wherever options let tokens be split.
+    """
+    by_hand = config.split == "off" or config.wire_min_bytes is not None
+    return None if by_hand else TRANSPORTS[transport].exact_halves
 
 
 def _accuracy_refusal(config: Config, gate: Gate, world_size: int) -> WireRefused | None:

@@ -119,9 +119,13 @@ def test_a_range_ends_where_a_wire_begins() -> None:
     both = plan.gates(VLLM, (9, 0))
     row_bytes = plan.row_bytes_of(ENGINE)
     exact = plan.range_endpoints(ENGINE, VLLM, both)
-    assert plan.range_endpoints(ENGINE, replace(VLLM, wire="int8"), both) == exact  # over NVLink no size has it
+    assert plan.range_endpoints(ENGINE, replace(VLLM, wire="int8"), both) == exact  # for eight ranks no size has it
     asked = replace(VLLM, wire="int8", wire_min_bytes=100 * row_bytes)
     assert plan.range_endpoints(ENGINE, asked, both) == sorted({*exact, 99})
+    four = replace(ENGINE, tensor_parallel_size=4)  # codes from 4 MiB on, and exact halves from 12 MiB on
+    for split, last in (("auto", {255, 767}), ("off", {255})):
+        ends = plan.range_endpoints(four, replace(VLLM, wire="int8", split=split), both)
+        assert {*ends} - {*plan.range_endpoints(four, VLLM, both)} == last
     (only,) = plan.gates(VLLM, (9, 0), peer_access=False)
     assert plan.range_endpoints(ENGINE, replace(VLLM, wire="int8"), (only,)) == [2**20 // row_bytes - 1]
 

@@ -47,6 +47,13 @@ def test_a_range_has_the_wire_of_its_smallest_message(
     assert {each for tokens, each in seen.items() if tokens >= 2048} == {wires}
 
 
+def test_over_peer_memory_ranges_have_codes_up_to_where_halves_are_exact(seen: dict[int, Wires]) -> None:
+    ranges, _ = planned("llama-3.1-8b", 2, wire="int8")
+    assert 1535 in {last for _, last in ranges}
+    assert {each for tokens, each in seen.items() if tokens < 1536} == {planned_wires(4096, "int8", "int8")}
+    assert {each for tokens, each in seen.items() if tokens >= 1536} == {Wires()}
+
+
 def test_through_host_memory_ranges_are_planned_with_the_bytes_that_travel(
     seen: dict[int, Wires], monkeypatch: pytest.MonkeyPatch
 ) -> None:

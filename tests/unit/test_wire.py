@@ -21,6 +21,7 @@ from tw_compile.kernels.collective import ops
 from tw_compile.kernels.collective.transport import registered
 from tw_compile.kernels.collective.transports import TRANSPORTS
 from tw_compile.own_gate import own_gate
+from tw_compile.passes.contract import TokenRange
 from tw_compile.passes.fusion.feeds import feeds_of
 from tw_compile.passes.fusion.wire import Threshold, message_refusal, wire_threshold
 from tw_compile.passes.reasons import WireRefusal, WireRefused
@@ -188,13 +189,52 @@ def test_decoding_over_nvlink_stays_exact_whatever_wire_is_asked_for() -> None:
     gate = own_gate(Config(), Node((9, 0), False))
     for wire in ("int8", "int6", "auto"):
         for world_size in (2, 4, 8):
-            left = message_refusal(Config(wire=wire), gate, world_size, "p2p", 8192, BF16, (16384, 16384))
-            assert isinstance(left, WireRefused) and left.reason == WireRefusal.NOT_MEASURED
+            left = message_refusal(Config(wire=wire), gate, world_size, "p2p", 8192, BF16, (64, 64))
+            reason = (
+                "NOT_MEASURED"
+                if world_size == 8
+                else "ACCURACY_NOT_MEASURED"
+                if wire == "auto"
+                else "MESSAGE_TOO_SMALL"
+            )
+            assert isinstance(left, WireRefused) and left.reason == WireRefusal[reason]
+            assert ("at 1 MiB codes take 1." in left.detail) is (reason == "MESSAGE_TOO_SMALL")
     assert message_refusal(Config(wire="int8", wire_min_bytes=2 * MEBI), gate, 8, "p2p", 8192, BF16, (128, None)) == (
         Threshold(2 * MEBI, "tw_compile.wire_min_bytes")
     )
     left = message_refusal(Config(wire="int8"), gate, 8, "multimem", 8192, BF16, (16384, 16384))
     assert isinstance(left, WireRefused) and left.reason == WireRefusal.TRANSPORT_WITHOUT_WIRE
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "wire"),
+    [
+        ((767, 767), {}, True),
+        ((768, 768), {}, False),
+        ((512, 767), {}, True),
+        ((512, 768), {}, False),
+        ((512, None), {}, True),  # for any number of tokens: never split
+        ((768, 768), {"split": "off"}, True),
+        ((768, 768), {"split": "512"}, False),
+        ((768, 768), {"wire_min_bytes": 0}, True),
+    ],
+)
+def test_over_nvlink_rows_stay_exact_where_halves_may_hide_them(
+    rows: TokenRange, options: dict[str, Any], wire: bool
+) -> None:
+    gate = own_gate(Config(), Node((9, 0), False))
+    answer = message_refusal(Config(wire="int8", **options), gate, 4, "p2p", 8192, BF16, rows)
+    if wire:
+        assert isinstance(answer, Threshold)
+    else:
+        assert isinstance(answer, WireRefused) and answer.reason == WireRefusal.EXACT_HALVES_FASTER
+        assert "from 12 MiB on" in answer.detail and "744 us in exact halves" in answer.detail
+
+
+def test_only_over_peer_memory_do_halves_keep_rows_exact() -> None:
+    assert [entry.name for entry in TRANSPORTS if entry.exact_halves is not None] == ["p2p"]
+    gate = own_gate(Config(), Node((9, 0), False))
+    assert isinstance(message_refusal(Config(wire="int8"), gate, 2, "host", 8192, BF16, (4096, 4096)), Threshold)
 
 
 def test_a_graph_for_all_token_counts_goes_by_its_smallest_message() -> None:
@@ -230,6 +270,7 @@ def test_tables_say_from_which_size_on() -> None:
 
 def test_tables_are_read_as_they_are_written() -> None:
     table = measured(WireEntry("int8", 8, "p2p", 2 * MEBI, MEASURED), WireEntry("int6", "any", "host", 0, MEASURED))
+    table = replace(table, wires=(*table.wires, WireEntry("int8", 4, "p2p", MEBI, MEASURED, "slower below")))
     assert read_table(table_text(table), "mine.toml") == table
 
 

@@ -81,12 +81,12 @@ def test_the_option_is_a_file() -> None:
 
 
 def answer(accuracy: CheckpointAccuracy | None, world_size: int = 2, **options: Any) -> WireRefused | Threshold:
-    """Of 16 MiB over NVLink, where a table says that int8 is faster from 4 MiB on."""
+    """Of 8 MiB over NVLink, where a table says that int8 is faster from 4 MiB on."""
     shipped = own_gate(Config(), Node((9, 0), False))
     table = Table("mine.toml", "sm90", (), (WireEntry("int8", "any", "p2p", 4 * MEBI, SOURCE),))
     gate = Gate(shipped.node, shipped.settings, (table, *shipped.tables), accuracy)
     config = Config(**{"wire": "auto", "wire_accuracy": "kept.toml", **options})
-    return message_refusal(config, gate, world_size, "p2p", 4096, torch.bfloat16, (2048, 2048))
+    return message_refusal(config, gate, world_size, "p2p", 4096, torch.bfloat16, (1024, 1024))
 
 
 def test_auto_takes_a_wire_where_it_is_faster_and_does_not_cost_the_checkpoint_too_much() -> None:
@@ -138,7 +138,7 @@ def test_explain_says_what_auto_does(tmp_path: Path) -> None:
         'schema_version = 1\ndevice_class = "sm90"\n[sources.mine]\nkind = "default"\nwhy = "to try it"\n'
         '[[wires]]\nwire = "int8"\nworld_size = 2\ntransport = "p2p"\nfrom_bytes = 4194304\nsource = "mine"\n'
     )
-    args = ["explain", "--tp", "2", "--tokens", "4096", "--wire", "auto", "--thresholds", str(table)]
+    args = ["explain", "--tp", "2", "--tokens", "512", "--wire", "auto", "--thresholds", str(table)]
     told = tmp_path / "told.json"
     for more, expected in (([], ("exact", "accuracy_not_measured")), (["--wire-accuracy", str(file)], ("int8", ""))):
         result = CliRunner().invoke(app, [*args, *more, "--json", str(told)])

@@ -22,6 +22,7 @@ A table is a TOML file for one class of devices:
     world_size = 8                       # or "any"
     transport = "p2p"
     from_bytes = 4194304                 # of one rank's message; from there on the wire is faster than exact rows
+    below = "at 1 MiB ..."               # what was measured below that; may be missing
     source = "h200"
 
 The ranges of a world size and backend follow each other in the file, begin at 0 and leave nothing out. No table says whether
@@ -91,16 +92,21 @@ class Entry:
 
 @dataclass(frozen=True)
 class WireEntry:
-    """Messages of ``from_bytes`` and more arrive earlier in the codes of ``wire`` than as they are."""
+    """Messages of ``from_bytes`` and more arrive earlier in the codes of ``wire`` than as they are.
+
+    ``below`` says in words what was measured below that size.
+    """
 
     wire: str
     world_size: int | str
     transport: str
     from_bytes: int
     source: Source
+    below: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.wire}, world_size {self.world_size}, {self.transport}, from {size(self.from_bytes)}"
+        below = "" if self.below is None else f"; {self.below}"
+        return f"{self.wire}, world_size {self.world_size}, {self.transport}, from {size(self.from_bytes)}{below}"
 
 
 @dataclass(frozen=True)
@@ -165,7 +171,7 @@ def table_text(table: Table, comment: str = "") -> str:
         lines += ["", "[[entries]]", *assignments(values.items())]
     for wire in table.wires:
         values = {"wire": wire.wire, "world_size": wire.world_size, "transport": wire.transport}
-        values |= {"from_bytes": wire.from_bytes, "source": wire.source.name}
+        values |= {"from_bytes": wire.from_bytes, "below": wire.below, "source": wire.source.name}
         lines += ["", "[[wires]]", *assignments(values.items())]
     return "\n".join(lines) + "\n"
 
@@ -224,11 +230,12 @@ def _entry(values: Any, where: str, sources: dict[str, Source]) -> Entry:
 
 
 def _wire_entry(values: Any, where: str, sources: dict[str, Source]) -> WireEntry:
-    _known(values, ("wire", "world_size", "transport", "from_bytes", "source"), (), where)
+    _known(values, ("wire", "world_size", "transport", "from_bytes", "source"), ("below",), where)
     transport = _choice(values, "transport", tuple(sorted(names_for("cuda"))), where)
     wire = _choice(values, "wire", TRANSPORTS[transport].wires, where)
     world_size, begin = _world_size(values, where), _bytes(values, "from_bytes", where)
-    return WireEntry(wire, world_size, transport, begin, _named_source(values, where, sources))
+    below = _typed(values, "below", str, where) if "below" in values else None
+    return WireEntry(wire, world_size, transport, begin, _named_source(values, where, sources), below)
 
 
 def _check_wires(wires: tuple[WireEntry, ...], file: str) -> None:

@@ -157,6 +157,7 @@ class DeviceProfile:
             way; None: nothing, because nobody has measured on this device that it pays.
         estimated: Whether most of the profile is another device's, scaled by a few times that ranks have measured
             (``calibration.py``).
+        device_class: Of an estimate, the class of the device: ``sm90``, or ``generic``. Estimates were checked for some.
         halves: Halves of FFNs that were timed on the device; shipped profiles have none.
     """
 
@@ -176,6 +177,7 @@ class DeviceProfile:
     all_reduce: Mapping[str, AllReduceTimes]
     fused: Mapping[str, FusedKernel]
     estimated: bool = False
+    device_class: str | None = None
     prefetch_bytes: int | None = None
     halves: tuple[MeasuredHalves, ...] = ()
 

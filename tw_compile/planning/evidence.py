@@ -6,12 +6,13 @@ optimistic that ratio is on the device, on average. A layer whose prediction was
 error never makes a split slower than predicted. A larger margin would keep the slower way for no reason that was measured.
 
 ``configs/layers`` has the measured layers, one file for a kind of device. A device without any keeps ``UNMEASURED_MARGIN``.
+A device whose profile is an estimate has the margin of :data:`ESTIMATES`, or else ``ESTIMATED_MARGIN``.
 """
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -26,8 +27,9 @@ UNMEASURED_MARGIN = 0.05
 ``configs/layers``. For them the planner was up to 4% too optimistic, with measured GEMMs. Estimates are no better than that."""
 
 ESTIMATED_MARGIN = 0.10
-"""The margin for a device whose profile is an estimate. Twice that of a device without measured layers, because it has another
-device's tiles, attention kernels, launches and contention on top: only a GEMM, a norm and the calls themselves were timed."""
+"""The margin for a device whose profile is an estimate, where :data:`ESTIMATES` has nothing. It is above the largest error of
+the estimates that could be checked, 6.7%. These were of compute capability 9.x, whose tiles, attention kernels, launches and
+contention they have from H200. No layer was measured on another capability, so what an estimate is worth there is not known."""
 
 _TIMES = ("unfused_us", "no_communication_us", "fused_us", "split_us")
 
@@ -92,14 +94,41 @@ class LayerError:
 
 
 @dataclass(frozen=True)
+class CheckedEstimates:
+    """How far estimated profiles were off on layers of a device that was taken for unknown.
+
+    ``margin``, ``mean`` and ``worst`` are those of :class:`Evidence`, over ``layers`` layers of groups.
+    """
+
+    layers: int
+    margin: float
+    mean: float
+    worst: float
+
+
+ESTIMATES: Mapping[tuple[str, str, str], CheckedEstimates] = {
+    ("sm90", "stream", ""): CheckedEstimates(21, 0.012, -0.001, 0.067),
+    ("sm90", "host", "host-memory"): CheckedEstimates(3, 0.0, -0.019, -0.036),
+}
+"""By device class, kernel or transport, and link: estimates that two calibrations of H100 gave, with H100 taken for unknown.
+
+The files are ``2026-11-25-2xh100-calibrated-choices.json`` and ``2026-11-26-4xh100-calibrated-tp4.json`` of
+``benchmarks/results``. They are not installed, so the numbers are kept here, and ``test_planning_estimates.py`` computes them
+again. A layer counts with the calibration of as many ranks as it has, which is what a node of that size would go by.
+"""
+
+
+@dataclass(frozen=True)
 class Evidence:
     """The known errors of the planner for one device and kernel.
 
     ``errors``: one for each measured layer. ``estimated``: see :class:`~tw_compile.planning.device.DeviceProfile`.
+    ``checked``: how far such estimates were off elsewhere, where that is known.
     """
 
     errors: tuple[LayerError, ...]
     estimated: bool = False
+    checked: CheckedEstimates | None = None
 
     @property
     def counted(self) -> tuple[LayerError, ...]:
@@ -111,6 +140,8 @@ class Evidence:
         """The gain, as a share of the unsplit layer's time, from which on a split is taken."""
         if self.counted:
             return fmean(max(error.ratio, 0.0) for error in self.counted)
+        if self.checked is not None:
+            return self.checked.margin
         return ESTIMATED_MARGIN if self.estimated else UNMEASURED_MARGIN
 
     @property
@@ -125,6 +156,12 @@ class Evidence:
 
     def __str__(self) -> str:
         rule = f"a split must be predicted to save more than {self.margin:.1%}"
+        if self.checked is not None:
+            return (
+                f"{rule}. The profile is an estimate. On {self.checked.layers} layers of another device, which was taken for "
+                f"unknown, such estimates were too optimistic by that much on average. The worst error was "
+                f"{self.checked.worst:+.1%}; above 0 is too optimistic."
+            )
         if not self.counted:
             what = "of the device little but calls, a GEMM and a norm was" if self.estimated else "no layer was"
             return f"{rule}, because {what} measured{'' if self.estimated else ' with this kernel on this device'}"

@@ -9,7 +9,7 @@ from enum import StrEnum
 from functools import cache
 
 from tw_compile.planning.device import DeviceProfile, shipped_profile
-from tw_compile.planning.evidence import Evidence, LayerError, measured_layers
+from tw_compile.planning.evidence import ESTIMATES, Evidence, LayerError, measured_layers
 from tw_compile.planning.gemm import full_wave_tokens
 from tw_compile.planning.layer import LayerShape
 from tw_compile.planning.links import UNFUSED, Link, shipped_link
@@ -247,11 +247,14 @@ def evidence(profile: DeviceProfile, kernel: str | None = None, link: Link | Non
     profile or link is believed as much.
     """
     device = next((name for name in profile.device_names if shipped_profile(name) is not None), None)
-    if device is None:
-        return Evidence((), profile.estimated)
     if link is None:
-        return _evidence(device, profile.kernel if kernel is None else kernel, "")
-    return _evidence(device, UNFUSED if kernel is None else kernel, link.name)
+        name, over = profile.kernel if kernel is None else kernel, ""
+    else:
+        name, over = UNFUSED if kernel is None else kernel, link.name
+    if device is not None:
+        return _evidence(device, name, over)
+    checked = ESTIMATES.get((profile.device_class or "", name, over)) if profile.estimated else None
+    return Evidence((), profile.estimated, checked)
 
 
 @cache

@@ -1,8 +1,8 @@
 """What a calibration gives to the planner: a profile for a device without one, and the rates of a link through host memory.
 
 Ranks time calls, a norm and one GEMM. All other values of the profile are H200's: tiles, attention, launches, and how much
-kernels slow each other down. Rates among them are scaled by the measured times. ``evidence.ESTIMATED_MARGIN`` says how far such
-a profile can be trusted.
+kernels slow each other down. Rates among them are scaled by the measured times. ``evidence.ESTIMATES`` says how far such a
+profile can be trusted.
 """
 
 from __future__ import annotations
@@ -38,18 +38,20 @@ def estimated_profile(device_name: str, device_class: str, sms: int, run: Kernel
     if line is None or not gemms:
         return None
     memory = line[1] / base.memory_gb_per_s
+    capability = device_class.removesuffix("-multicast")
     profile = replace(
         base,
         name=f"{device_name}, estimated by a calibration of {run.world_size} ranks",
         device_names=(device_name,),
         estimated=True,
+        device_class=capability,
         sms=sms,
         memory_gb_per_s=line[1],
         rotary_gb_per_s=base.rotary_gb_per_s * memory,
         gemm=replace(
             base.gemm,
             memory_gb_per_s=base.gemm.memory_gb_per_s * memory,
-            own_gemms=device_class.startswith("sm90"),
+            own_gemms=capability == "sm90",
         ),
     )
     profile = _with_gemm_rate(profile, gemms, run.world_size)

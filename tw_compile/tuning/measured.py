@@ -20,7 +20,11 @@ UNFUSED: dict[Backend, tuple[str, ...]] = {
     Backend.SYMM_MEM_TWO_SHOT: (labels.SYMM_TWO_SHOT,),
     Backend.FLASHINFER: (labels.FLASHINFER_ONE_SHOT, labels.FLASHINFER_TWO_SHOT),
 }
-"""For each backend, the rows that time its unfused all_reduce with the norm behind it."""
+"""For each backend, the rows that time its unfused all_reduce with the norm behind it.
+
+The other backends, ``custom``, ``multimem`` and ``nccl_symmetric``, have none: ``bench kernel`` does not run them. So a tuning
+leaves their entries as they are.
+"""
 AT_LEAST = frozenset({Backend.FLASHINFER})
 """Backends whose rows are lower bounds. FlashInfer's rows time its fused kernels; its all_reduce and a separate norm take at
 least as long. So these rows can show that fusing pays, but not that it does not."""

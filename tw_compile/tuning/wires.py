@@ -17,10 +17,11 @@ LEAST_BYTES = {"p2p": 2**20}
 """By transport, the size below which no table has a wire. Over NVLink a step that generates tokens waits for latency, so its
 messages stay exact."""
 EXACT_LABELS = {
-    "p2p": ("tw-p2p", "tw-push-two-shot", "tw-stream"),
-    "host": ("tw-host-two-shot",),
+    "p2p": ("tw-p2p", "tw-push-one-shot", "tw-push-two-shot", "tw-stream"),
+    "host": ("tw-host-words", "tw-host-one-shot", "tw-host-two-shot"),
 }
-"""By transport the contenders of ``bench kernel`` that rows in codes have to beat. All leave the residual with its owner."""
+"""By transport the contenders of ``bench kernel`` that rows in codes have to beat: all that may serve exact rows. Words and
+one-shot also give all ranks the whole residual. But they serve short messages, so codes must be faster than they are."""
 CODED_LABELS = {"p2p": "tw-push-two-shot", "host": "tw-host-two-shot"}
 
 
@@ -38,6 +39,15 @@ class MeasuredWire:
     from_bytes: int | None
     ratios: tuple[tuple[int, float], ...]
     source: Source
+
+    @property
+    def below(self) -> str | None:
+        """What was measured at the largest size below ``from_bytes``, in words; None where no size is below."""
+        smaller = [pair for pair in self.ratios if self.from_bytes is not None and pair[0] < self.from_bytes]
+        if not smaller:
+            return None
+        nbytes, ratio = max(smaller)
+        return f"at {size(nbytes)} codes take {ratio:.2f} of the time of exact rows"
 
     @property
     def key(self) -> tuple[str, int | str, str]:
@@ -80,7 +90,7 @@ def measured_wires(run: KernelRun, wires: Sequence[str], command: str) -> list[M
 
 
 def _pairs(coded: Iterable[Row], exact: Sequence[Row]) -> list[tuple[Row, Row]]:
-    """Each coded row with the fastest exact one that does the same work at the same size; by bytes, then by columns."""
+    """Each coded row with the fastest exact one of the same size; by bytes, then by columns."""
     pairs = []
     for row in coded:
         same = [
@@ -124,7 +134,7 @@ def write_wires(folder: Path, device_class: str, found: Sequence[MeasuredWire], 
     measured = {wire.key for wire in found}
     kept = [entry for entry in there.wires if (entry.wire, entry.world_size, entry.transport) not in measured]
     own = [
-        WireEntry(wire.wire, wire.world_size, wire.transport, wire.from_bytes, _named(wire, there))
+        WireEntry(wire.wire, wire.world_size, wire.transport, wire.from_bytes, _named(wire, there), wire.below)
         for wire in found
         if wire.from_bytes is not None
     ]

@@ -24,7 +24,7 @@ from tw_compile.kernels.collective.planned_wires import planned_wires
 from tw_compile.kernels.collective.transports import AUTO
 from tw_compile.kernels.collective.wires import EXACT
 from tw_compile.own_gate import own_gate
-from tw_compile.passes.fusion.wire import message_refusal, name_of_wire, wire_threshold
+from tw_compile.passes.fusion.wire import exact_halves, message_refusal, name_of_wire, wire_threshold
 from tw_compile.passes.reasons import WireRefused
 from tw_compile.planning import ALL_EXACT, DeviceProfile, LayerShape, Mode, Off, Plan, Wires, plan_layer
 from tw_compile.planning.links import link_of_node
@@ -355,7 +355,7 @@ def range_endpoints(engine: Engine, config: Config, choices: tuple[Gate, ...]) -
                 if before.fused != after.fused:
                     ends.add(after.nbytes // row_bytes - 1)
     if config.wire != EXACT:
-        ends |= {_last_exact(engine, config, gate) for gate in choices}
+        ends |= {end for gate in choices for end in _ends_of_wire(engine, config, gate)}
     if config.fuse_min_bytes:
         ends.add((config.fuse_min_bytes - 1) // row_bytes)
     if config.fuse_max_bytes is not None:
@@ -367,10 +367,18 @@ def range_endpoints(engine: Engine, config: Config, choices: tuple[Gate, ...]) -
     return sorted(end for end in ends if 1 < end < engine.max_tokens)
 
 
-def _last_exact(engine: Engine, config: Config, gate: Gate) -> int:
-    """The last token count whose messages are too small for the wire; 0 where none is too small, or no size has the wire."""
-    nbytes = wire_threshold(config, gate, engine.tensor_parallel_size, _transport(config, gate)).nbytes
-    return 0 if nbytes is None else max(nbytes - 1, 0) // row_bytes_of(engine)
+def _ends_of_wire(engine: Engine, config: Config, gate: Gate) -> set[int]:
+    """The last token counts whose messages are too small for the wire, and too small for halves with exact rows.
+
+    None where no size has the wire.
+    """
+    transport = _transport(config, gate)
+    smallest = wire_threshold(config, gate, engine.tensor_parallel_size, transport).nbytes
+    if smallest is None:
+        return set()
+    halves = exact_halves(config, transport)
+    bounds = [smallest] if halves is None else [smallest, halves.from_bytes]
+    return {max(nbytes - 1, 0) // row_bytes_of(engine) for nbytes in bounds}
 
 
 def ranges_from(first: int, ends: list[int], max_tokens: int) -> tuple[tuple[int, int], ...]:
