@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tw_compile.hosts.vllm.peers import gpus_reach_each_other
+from tw_compile.hosts.vllm.flashinfer import Peers
+from tw_compile.hosts.vllm.peers import gpus_reach_each_other, peers_of
 
 pytestmark = pytest.mark.usefixtures("folder")  # vLLM is imported on the fake node
 
@@ -53,3 +54,15 @@ def test_the_switch_counts_before_the_hardware(monkeypatch: pytest.MonkeyPatch) 
 def test_gpus_that_cannot_be_asked_about_are_taken_to_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, {(0, 1, 0)}, gpus=2)
     assert gpus_reach_each_other(8) and not gpus_reach_each_other(2)
+
+
+@pytest.mark.parametrize(
+    ("refused", "expected"),
+    [(set(), Peers(True, True)), ({(1, 0, 2)}, Peers(True, False)), ({(1, 0, 1)}, Peers(False, False))],
+)
+def test_gpus_that_nvlink_joins_are_told_from_others(
+    monkeypatch: pytest.MonkeyPatch, refused: set[tuple[int, int, int]], expected: Peers
+) -> None:
+    plant(monkeypatch, refused, gpus=2)
+    monkeypatch.setenv("TW_COMPILE_PEER_ACCESS", "0")  # what the GPUs can do does not depend on it
+    assert peers_of(2) == expected and peers_of(8) == Peers(None, False)
