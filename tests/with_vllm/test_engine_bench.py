@@ -154,6 +154,21 @@ def test_the_worker_has_what_the_extension_reads_and_nothing_of_its_names(folder
     assert own == {"tw_compile_randomise", "tw_compile_facts", "tw_compile_measure"} and not own & set(dir(Worker))
 
 
+@pytest.mark.parametrize(
+    ("given", "workspace", "expected"),
+    [({}, "made", 64 * 2**20), ({}, None, 0), ({"fuse_allreduce_rms": False}, "made", 0)],
+    ids=["on", "not-set-up", "off"],
+)
+def test_a_worker_says_up_to_which_size_flashinfer_fuses(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], workspace: Any, expected: int
+) -> None:
+    from tw_compile.benchmark.vllm.worker import communicator, flashinfer_fusion_bytes
+
+    assert isinstance(communicator.fi_ar_available, bool)
+    monkeypatch.setattr(communicator, "_fi_ar_workspace", workspace)
+    assert flashinfer_fusion_bytes(engine_config(folder, compilation={"pass_config": given})) == expected
+
+
 @pytest.mark.usefixtures("groups")
 def test_random_weights_differ_between_ranks_and_norms_do_not(folder: Path) -> None:
     from tw_compile.benchmark.vllm.worker import STD, randomise
