@@ -37,7 +37,9 @@ def test_vllm_takes_the_arguments_and_has_the_passes_where_it_should(
             monkeypatch.setenv(name, value)
     config = EngineArgs(**engine.arguments, distributed_executor_backend="external_launcher").create_engine_config()
     assert config.scheduler_config.max_num_batched_tokens == 128
-    assert config.parallel_config.disable_custom_all_reduce == variant.startswith("off-")
+    assert config.parallel_config.disable_custom_all_reduce == variant.startswith("off-nccl")
+    fuses = config.compilation_config.pass_config.fuse_allreduce_rms  # by FlashInfer, which is installed here
+    assert fuses == (engine.variant.kind != "control")
     inside = config.compilation_config.inductor_compile_config.get("post_grad_custom_post_pass")
     assert isinstance(inside, VllmPass) == (engine.variant.kind == "ours")
     if engine.variant.kind == "ours":

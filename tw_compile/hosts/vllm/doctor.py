@@ -13,7 +13,6 @@ from tw_compile.gating.gate import Gate
 from tw_compile.hosts.vllm import dispatch, plan
 from tw_compile.hosts.vllm.flashinfer import JOINED, Peers, Share, flashinfer_share
 from tw_compile.hosts.vllm.options import asked_options, host_of, switched_off, vllm_config
-from tw_compile.hosts.vllm.settings import NEWEST
 from tw_compile.kernels.collective.transports import NO_PEER_ACCESS
 from tw_compile.planning import DeviceProfile, LayerShape, layer_shape, profile_of_device
 
@@ -47,11 +46,10 @@ def examine(
     profile = None if device_name is None else profile_of_device(device_name)
     engines = [plan.Engine(size, HIDDEN_SIZE, "bfloat16", MAX_TOKENS) for size in WORLD_SIZES]
     settings = plan.settings_of(choices[0])
-    limits = dispatch.FLASHINFER_LIMITS_033 if settings.host == NEWEST else dispatch.FLASHINFER_LIMITS
-    fuses = capability is not None and (settings.flashinfer_installed or version is None)
+    fuses = settings.flashinfer_installed or version is None  # where vLLM is not here, FlashInfer would come along
 
     def share(engine: plan.Engine) -> Share:
-        of_vllm = limits.get(capability, {}).get(engine.tensor_parallel_size) if capability and fuses else None
+        of_vllm = dispatch.flashinfer_limit(settings, capability, engine.tensor_parallel_size) if fuses else None
         return flashinfer_share(engine, config, choices, of_vllm, peers, user_set=False)
 
     return {

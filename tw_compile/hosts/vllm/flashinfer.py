@@ -13,7 +13,8 @@ from tw_compile.gating.facts import Backend
 from tw_compile.gating.gate import Gate
 from tw_compile.gating.table import Entry, size
 from tw_compile.hosts.vllm import dispatch
-from tw_compile.hosts.vllm.plan import Engine, is_fused, row_bytes_of, settings_of
+from tw_compile.hosts.vllm.dispatch import Capability
+from tw_compile.hosts.vllm.plan import Engine, gates, is_fused, row_bytes_of, settings_of
 from tw_compile.hosts.vllm.reasons import FlashInferShare
 from tw_compile.hosts.vllm.settings import NEWEST, VllmSettings
 from tw_compile.kernels.collective.transports import AUTO
@@ -89,6 +90,17 @@ def flashinfer_share(
         otherwise = f"without {' and '.join(OPTIONS)} in pass_config it would be {_up_to(found.limit)}, {found.reason}"
         return Share(of_vllm, of_vllm, FlashInferShare.SET_BY_USER, f"{otherwise}: {found.detail}", kept=True)
     return found
+
+
+def explained(config: Config, capability: Capability | None, world_size: int, hidden_size: int, dtype: str) -> str:
+    """What ``explain`` says: FlashInfer's share where it is installed, NVLink joins the GPUs, and the user has set nothing.
+
+    As at the start of an engine, it is not known whether there is multicast.
+    """
+    choices = gates(config, capability)
+    of_vllm = dispatch.flashinfer_limit(settings_of(choices[0]), capability, world_size)
+    engine = Engine(world_size, hidden_size, dtype, max_tokens=of_vllm or 0)
+    return flashinfer_share(engine, config, choices, of_vllm, JOINED, user_set=False).line
 
 
 def _by_tables(engine: Engine, config: Config, choices: tuple[Gate, ...], of_vllm: int, peers: Peers) -> Share:
