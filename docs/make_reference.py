@@ -52,7 +52,8 @@ ELSEWHERE = {
     "bench model": "The keys are those of `bench layer`.",
     "bench vllm": "Without `--dry-run` the report needs GPUs and vLLM. A committed one: "
     "[vLLM TP2](../../benchmarks/results/2026-11-23-2xh200-vllm-llama-3.1-8b-32-layers-8192-tp2.json), "
-    "commit b0fd917-dirty.",
+    "commit b0fd917-dirty. Since then engines and rows also have `flashinfer_importable` (true or false) and "
+    "`flashinfer_fusion_bytes` (number; 0: FlashInfer's fusion was off), and `versions` has `flashinfer` (text or null).",
 }
 
 TYPES = {str: "text", int: "number", float: "number", bool: "true or false", type(None): "null"}

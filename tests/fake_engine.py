@@ -43,6 +43,8 @@ class LLM:
         options = self.given.get("additional_config", {}).get("tw_compile", {})
         facts["wires"] = {options["wire"]: 2} if "wire" in options and not self.given.get("exact") else {}
         facts["prefetching"] = 0 if options.get("prefetch") == "off" or self.given.get("exact") else 2
+        asked = self.given.get("compilation_config", {}).get("pass_config", {}).get("fuse_allreduce_rms", not passes)
+        facts |= {"flashinfer_importable": True, "flashinfer_fusion_bytes": 2**26 if asked else 0}
         return [facts] * self.given["tensor_parallel_size"] if name == "tw_compile_facts" else None
 
     def sleep(self, level):

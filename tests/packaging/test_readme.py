@@ -192,6 +192,7 @@ def test_every_reason_is_explained() -> None:
         "exposed": {*Exposure},
         "vLLM": {*vllm.HostRefusal},
         "vLLM groups": {*vllm.GroupRefusal},
+        "vLLM FlashInfer": {*vllm.FlashInferShare},
         "vLLM attention": {*vllm.WholeAttention},
     }
 

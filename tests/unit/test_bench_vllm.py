@@ -58,7 +58,8 @@ def test_variants_differ_in_what_they_say_and_ours_are_options_that_there_are() 
     assert labels == ["off", *ours, "off-nccl", "off-nccl-tree", "reference"]
     for one in VARIANTS:
         assert one.environment["TW_COMPILE"] == str(int(one.kind == "ours"))
-        assert (one.kind == "control") == ("disable_custom_all_reduce" in one.arguments)
+        fused = one.arguments.get("compilation_config", {}).get("pass_config", {}).get("fuse_allreduce_rms")
+        assert (one.kind == "control") == (fused is False)
         Config(**one.arguments.get("additional_config", {}).get("tw_compile", {}))
     (apart,) = variants(dataclasses.replace(SPEC, only=("fuse-gemms-apart",)))
     assert apart.arguments["additional_config"]["tw_compile"] == {"split": "off", "disable_passes": "join_gemms"}
@@ -200,7 +201,9 @@ def test_engines_of_a_benchmark_differ_in_nothing_but_the_variant() -> None:
     assert off["additional_config"] == {"other": 1} and off["max_num_seqs"] == 7
     assert fuse.pop("additional_config") == {"other": 1, "tw_compile": {"split": "off"}}
     del off["additional_config"], nccl["additional_config"]
-    assert fuse == off and nccl == off | {"disable_custom_all_reduce": True}
+    assert fuse == off
+    without = {"disable_custom_all_reduce": True, "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}}}
+    assert nccl == off | without
     assert off["max_model_len"] >= max(trace.longest for trace in traces(spec, 128))
 
 

@@ -128,6 +128,21 @@ def test_without_a_model_nothing_is_said_about_splits_but_where_to_ask() -> None
 
 
 @pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--tp", "2"], "FlashInfer's fusion is off (vLLM has it on up to 64 MiB), measured_faster: "),
+        (["--tp", "2", "--multicast"], "FlashInfer's fusion is off (vLLM has it on up to 64 MiB), measured_faster: "),
+        (["--tp", "2", "--device", "sm100"], "FlashInfer's fusion is on up to 64 MiB (as in vLLM), not_measured: "),
+        (["--tp", "4"], "FlashInfer's fusion is on up to 32 KiB (vLLM has it on up to 2 MiB), measured_faster: "),
+    ],
+)
+def test_of_vllm_it_says_what_flashinfer_is_left(more: list[str], words: str) -> None:
+    args = ["explain", "--tokens", "1", "--host", "vllm-0.24", *more]
+    assert words in " ".join(invoke(*args).output.split())
+    assert "FlashInfer's fusion" not in " ".join(invoke("explain", "--tokens", "1", *more).output.split())
+
+
+@pytest.mark.parametrize(
     ("more", "named", "came"),
     [
         (["--hidden", "4096"], "--hidden", "4096"),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from tw_compile.hosts.vllm.doctor import examine
+from tw_compile.cli.doctor import _joined_by_nvlink
+from tw_compile.hosts.vllm.doctor import examine, sections
+from tw_compile.hosts.vllm.flashinfer import Peers
 from tw_compile.runner import machine
 
 
@@ -21,7 +24,7 @@ def test_long_steps_begin_behind_what_flashinfer_is_left(monkeypatch: pytest.Mon
 
 
 def test_peer_access_that_is_switched_off_counts_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in the plugin: peers_among() finds none with TW_COMPILE_PEER_ACCESS=0."""
+    """As in the plugin: links_for_kernels() finds none with TW_COMPILE_PEER_ACCESS=0."""
     from tw_compile.cli.app import app
 
     monkeypatch.setenv("TW_COMPILE_PEER_ACCESS", "0")
@@ -30,3 +33,28 @@ def test_peer_access_that_is_switched_off_counts_as_none(monkeypatch: pytest.Mon
     monkeypatch.setattr(machine, "examine", lambda: found)
     shown = CliRunner().invoke(app, ["doctor", "--vllm", "--json", "-"])
     assert json.loads(shown.stdout)["vllm"]["peer_access"] is False
+
+
+def test_doctor_says_what_flashinfer_is_left_as_the_start_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_two(**given: Any) -> dict[str, Any]:
+        report = examine({"TW_COMPILE": "1"}, (9, 0), **given)
+        assert report["groups"][0]["flashinfer_fusion"] in str(sections(report))
+        return report["groups"][0]
+
+    joined, by_pcie, apart = (
+        of_two(),
+        of_two(peers=Peers(True, False)),
+        of_two(peers=Peers(False, False), peer_access=False),
+    )
+    reasons = [group["flashinfer_fusion_reason"] for group in (joined, by_pcie, apart)]
+    assert reasons == ["measured_faster", "not_measured", "no_peer_access"]
+    assert [group["flashinfer_fusion_bytes"] for group in (joined, by_pcie, apart)] == [None, 64 * 2**20, None]
+    assert [group["groups_of_layers"]["from_tokens"] for group in (joined, by_pcie, apart)] == [513, 4097, 513]
+    monkeypatch.setattr("tw_compile.hosts.vllm.doctor.installed_version", lambda: "0.24.0")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert of_two()["flashinfer_fusion"] == ""  # vLLM is here without FlashInfer
+
+
+@pytest.mark.parametrize(("links", "joined"), [(None, False), ([[0, 18], [18, 0]], True), ([[0, 18], [0, 0]], False)])
+def test_links_between_every_two_gpus_count(links: Any, joined: bool) -> None:
+    assert _joined_by_nvlink(links) is joined

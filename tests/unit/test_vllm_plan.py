@@ -360,45 +360,6 @@ def test_ranges_of_long_steps_cover_them_and_none_has_one_size() -> None:
     assert plan.ranges_from(513, [1, 512, 513, 1024, 4096, 8191], 8192) == ((513, 1024), (1025, 4096), (4097, 8192))
 
 
-def test_the_band_of_issue_44079_is_left_to_multimem() -> None:
-    """vLLM fuses up to 512 KiB; unfused it would be custom below 256 KiB and multimem, the faster one, from there."""
-    settings = VllmSettings("vllm-0.24")
-    limit = plan.flashinfer_fusion_limit((9, 0), 8, settings, 512 * KIB)
-    assert limit == 256 * KIB
-    multicast = plan.gates(VLLM, (9, 0))[0]
-    for kib in (256, 320, 384, 512):
-        verdict = multicast.decide(kib * KIB, world_size=8, dtype="bfloat16")
-        assert not verdict.fused and verdict.backend == "multimem"
-    stretches = plan.thresholds_of(replace(ENGINE, hidden_size=2048), multicast)
-    assert [(one["from_tokens"], one["fused"]) for one in stretches[:2]] == [(1, True), (64, False)]
-    assert "44079" in stretches[1]["source"]
-
-
-@pytest.mark.parametrize(
-    ("capability", "world_size", "changes", "limit", "expected"),
-    [
-        ((9, 0), 8, {"use_symm_mem": False}, 512 * KIB, 512 * KIB),
-        ((9, 0), 4, {}, 2 * MIB, 2 * MIB),
-        ((9, 0), 2, {}, 64 * MIB, 64 * MIB),
-        ((10, 0), 8, {}, MIB, MIB),
-        ((9, 0), 8, {"use_nccl_symm_mem": True}, 512 * KIB, 128 * KIB),
-        ((9, 0), 4, {"use_nccl_symm_mem": True}, 2 * MIB, 512 * KIB),
-        ((10, 0), 16, {"use_nccl_symm_mem": True}, 64 * MIB, 0),
-        ((9, 0), 6, {}, None, None),
-        (None, 8, {}, 512 * KIB, 512 * KIB),
-    ],
-)
-def test_flashinfer_keeps_its_other_sizes(
-    capability: tuple[int, int] | None,
-    world_size: int,
-    changes: dict[str, Any],
-    limit: int | None,
-    expected: int | None,
-) -> None:
-    settings = replace(VllmSettings("vllm-0.24"), **changes)
-    assert plan.flashinfer_fusion_limit(capability, world_size, settings, limit) == expected
-
-
 def test_the_workers_settings_are_what_could_be_set_up() -> None:
     on, off = SimpleNamespace(disabled=False), SimpleNamespace(disabled=True)
     settings = VllmSettings("vllm-0.24", use_flashinfer=True)
@@ -420,7 +381,7 @@ def test_doctor_shows_what_vllm_would_do(monkeypatch: pytest.MonkeyPatch) -> Non
     last = report["groups"][-1]
     assert last["ranges_end_at"] == [15, 4095] and last["split"].startswith("split auto: none, no device profile")
     first = [group["groups_of_layers"]["from_tokens"] for group in report["groups"]]
-    assert first == [4097, 513, 513]  # at 2 ranks FlashInfer's up to 64 MiB
+    assert first == [513, 513, 513]  # at 2 ranks FlashInfer's up to 64 MiB are ours
     assert (last["flashinfer_fusion_bytes"], last["flashinfer_fusion_bytes_of_vllm"]) == (256 * KIB, 512 * KIB)
     off = examine({}, None)
     assert off["enabled"].startswith("no") and off["groups"][-1]["flashinfer_fusion_bytes"] is None

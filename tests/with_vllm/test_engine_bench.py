@@ -37,7 +37,9 @@ def test_vllm_takes_the_arguments_and_has_the_passes_where_it_should(
             monkeypatch.setenv(name, value)
     config = EngineArgs(**engine.arguments, distributed_executor_backend="external_launcher").create_engine_config()
     assert config.scheduler_config.max_num_batched_tokens == 128
-    assert config.parallel_config.disable_custom_all_reduce == variant.startswith("off-")
+    assert config.parallel_config.disable_custom_all_reduce == variant.startswith("off-nccl")
+    fuses = config.compilation_config.pass_config.fuse_allreduce_rms  # by FlashInfer, which is installed here
+    assert fuses == (engine.variant.kind != "control")
     inside = config.compilation_config.inductor_compile_config.get("post_grad_custom_post_pass")
     assert isinstance(inside, VllmPass) == (engine.variant.kind == "ours")
     if engine.variant.kind == "ours":
@@ -152,6 +154,21 @@ def test_the_worker_has_what_the_extension_reads_and_nothing_of_its_names(folder
     assert callable(Worker.get_model)
     own = {name for name in dir(WorkerExtension) if not name.startswith("__")}
     assert own == {"tw_compile_randomise", "tw_compile_facts", "tw_compile_measure"} and not own & set(dir(Worker))
+
+
+@pytest.mark.parametrize(
+    ("given", "workspace", "expected"),
+    [({}, "made", 64 * 2**20), ({}, None, 0), ({"fuse_allreduce_rms": False}, "made", 0)],
+    ids=["on", "not-set-up", "off"],
+)
+def test_a_worker_says_up_to_which_size_flashinfer_fuses(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], workspace: Any, expected: int
+) -> None:
+    from tw_compile.benchmark.vllm.worker import communicator, flashinfer_fusion_bytes
+
+    assert isinstance(communicator.fi_ar_available, bool)
+    monkeypatch.setattr(communicator, "_fi_ar_workspace", workspace)
+    assert flashinfer_fusion_bytes(engine_config(folder, compilation={"pass_config": given})) == expected
 
 
 @pytest.mark.usefixtures("groups")

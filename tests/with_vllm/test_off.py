@@ -10,7 +10,6 @@ from fake_vllm import engine_config
 from test_plugin import SLOT
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8}
-FUSING = {"pass_config": {"fuse_allreduce_rms": True}}
 
 
 @pytest.fixture(autouse=True)
@@ -24,13 +23,13 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def plain(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, Any]:
     monkeypatch.setenv("TW_COMPILE", "0")
-    return of(engine_config(folder, tensor_parallel_size=8, hf_overrides=HEADS, compilation=FUSING))
+    return of(engine_config(folder, tensor_parallel_size=8, hf_overrides=HEADS))
 
 
 def of(config: Any) -> tuple[Any, Any, Any]:
     compilation = config.compilation_config
     limits = compilation.pass_config
-    return limits.flashinfer_max_size(8), compilation.compile_ranges_endpoints, limits.fi_allreduce_fusion_max_size_mb
+    return limits.fuse_allreduce_rms, limits.fi_allreduce_fusion_max_size_mb, compilation.compile_ranges_endpoints
 
 
 @pytest.mark.parametrize("why", ["error", "refused"])
@@ -43,10 +42,10 @@ def test_what_stays_off_leaves_flashinfers_limit(folder: Path, monkeypatch: pyte
     expected = plain(folder, monkeypatch)
     monkeypatch.setenv("TW_COMPILE", "1")
     if why == "error":
-        monkeypatch.setattr("tw_compile.hosts.vllm.plan.range_endpoints", broken)
-    config = engine_config(folder, tensor_parallel_size=8, hf_overrides=HEADS, compilation=FUSING)
+        monkeypatch.setattr("tw_compile.hosts.vllm.plan.planned_ranges", broken)
+    config = engine_config(folder, tensor_parallel_size=8, hf_overrides=HEADS)
     assert config.compilation_config.inductor_compile_config.get(SLOT) is None
-    assert of(config) == expected
+    assert of(config) == expected and expected[0] is True
 
 
 @pytest.mark.parametrize("why", ["error", "refused"])

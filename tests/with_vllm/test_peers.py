@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tw_compile.hosts.vllm.peers import Peers, peers_among
+from tw_compile.hosts.vllm.flashinfer import Peers
+from tw_compile.hosts.vllm.peers import links_for_kernels, peers_of
 
 pytestmark = pytest.mark.usefixtures("folder")  # vLLM is imported on the fake node
 
@@ -39,24 +40,37 @@ def plant(monkeypatch: pytest.MonkeyPatch, refused: set[tuple[int, int, int]], g
 @pytest.mark.parametrize("way", [0, 1])
 def test_one_pair_that_cannot_read_or_write_is_enough(monkeypatch: pytest.MonkeyPatch, way: int) -> None:
     plant(monkeypatch, {(2, 1, way)})
-    assert peers_among(3) == peers_among(4) == Peers(False, False)
-    assert peers_among(2) == Peers()  # the third GPU is not the engine's
+    assert peers_of(3) == peers_of(4) == Peers(False, False, False) and links_for_kernels(3) == (False, False)
+    assert peers_of(2) == Peers(True, True)  # the third GPU is not the engine's
 
 
 def test_a_link_has_atomics_if_the_library_says_so_or_if_it_is_of_nvlinks(monkeypatch: pytest.MonkeyPatch) -> None:
     nvlink, atomics = (2, 1, 2), (2, 1, 3)
     for refused, has in (({nvlink}, True), ({atomics}, True), ({nvlink, atomics}, False)):
         plant(monkeypatch, refused)
-        assert peers_among(3) == Peers(True, has) and peers_among(2) == Peers()
+        assert links_for_kernels(3) == (True, has) and links_for_kernels(2) == (True, True)
 
 
 def test_the_switch_counts_before_the_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, set())
-    assert peers_among(4) == Peers()
+    assert links_for_kernels(4) == (True, True)
     monkeypatch.setenv("TW_COMPILE_PEER_ACCESS", "0")
-    assert not peers_among(4).access
+    assert links_for_kernels(4) == (False, True)
 
 
 def test_gpus_that_cannot_be_asked_about_are_taken_to_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, {(0, 1, 0)}, gpus=2)
-    assert peers_among(8) == Peers() and not peers_among(2).access
+    assert links_for_kernels(8) == (True, True) and links_for_kernels(2) == (False, False)
+    assert peers_of(8) == Peers(None, False)
+
+
+@pytest.mark.parametrize(
+    ("refused", "expected"),
+    [(set(), Peers(True, True)), ({(1, 0, 2)}, Peers(True, False)), ({(1, 0, 1)}, Peers(False, False, False))],
+)
+def test_gpus_that_nvlink_joins_are_told_from_others(
+    monkeypatch: pytest.MonkeyPatch, refused: set[tuple[int, int, int]], expected: Peers
+) -> None:
+    plant(monkeypatch, refused, gpus=2)
+    monkeypatch.setenv("TW_COMPILE_PEER_ACCESS", "0")  # what the GPUs can do does not depend on it
+    assert peers_of(2) == expected

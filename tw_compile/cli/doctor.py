@@ -47,10 +47,12 @@ def doctor(json_file: JsonOption = None, vllm: VllmOption = False, measure: Meas
         report = examine()
         if vllm:
             from tw_compile.hosts.vllm import doctor as of_vllm
+            from tw_compile.hosts.vllm.flashinfer import Peers
 
-            reachable = report["peer_access_used"] and all(map(all, report["peer_access"]))
-            atomics = all(map(all, report["native_atomics"] or ()))
-            report["vllm"] = of_vllm.examine(os.environ, *_first_gpu(report), reachable, atomics)
+            reach, atomics = (all(map(all, report[key] or ())) for key in ("peer_access", "native_atomics"))
+            peers = Peers(reach, _joined_by_nvlink(report["nvlinks"]), atomics)
+            used = report["peer_access_used"] and peers.reach is True
+            report["vllm"] = of_vllm.examine(os.environ, *_first_gpu(report), peer_access=used, peers=peers)
     except ValueError as error:  # a thresholds file that is wrong
         raise UsageError(str(error)) from error
     report["measured_links"] = _measured_links(console) if measure else None
@@ -86,6 +88,13 @@ def _first_gpu(report: Report) -> tuple[tuple[int, int] | None, str | None]:
         return None, None
     gpu = report["gpus"][0]
     return (int(gpu["capability"][:-1]), int(gpu["capability"][-1])), gpu["name"]
+
+
+def _joined_by_nvlink(links: list[list[int]] | None) -> bool:
+    """Whether the driver's library says that there are NVLinks between every two GPUs."""
+    return links is not None and all(
+        count > 0 for own, row in enumerate(links) for other, count in enumerate(row) if own != other
+    )
 
 
 def _print_sections(console: Console, sections: Iterable[tuple[str, str, dict[str, Any] | list[str]]]) -> None:

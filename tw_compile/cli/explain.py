@@ -31,6 +31,7 @@ from tw_compile.hosts import host_named
 from tw_compile.kernels.collective.planned_wires import planned_wires
 from tw_compile.kernels.collective.transports import GroupFacts, prefer_transport
 from tw_compile.kernels.collective.wires import EXACT
+from tw_compile.kernels.registry import load
 from tw_compile.planning import ALL_EXACT, DeviceProfile, LayerShape, Link, Mode, plan_layer, profile_of_device
 from tw_compile.sources import source_digest
 from tw_compile.torch_files import torch_version
@@ -142,6 +143,16 @@ def explain(
         split = None if layer is None else _split(layer, profile, named, dtype, host, message, link, travels)
         messages.append(message | {"split": split})
     _print(console, messages)
+    own_fusion = host_named(host).own_fusion
+    of_host = Config(
+        host=host,
+        thresholds=thresholds,
+        all_reduce_backend=backend,
+        disable_custom_all_reduce=disable_custom_all_reduce,
+    )
+    host_fusion = load(own_fusion)(of_host, node.capability, tp, hidden, dtype) if own_fusion else ""
+    if host_fusion:
+        console.print(f"{host}: {host_fusion}", style="dim", markup=False)
     if layer is None:
         console.print(WITHOUT_MODEL, style="dim", markup=False)
     elif profile is not None:
@@ -159,6 +170,7 @@ def explain(
         "wire": wire,
         "host": host,
         "device_profile": None if layer is None or profile is None else profile.name,
+        "host_fusion": host_fusion or None,
         "thresholds_digest": gate.digest(),
         "messages": messages,
     }

@@ -75,8 +75,7 @@ class Gate:
         active = active_backend(
             self.node, self.settings, world_size=world_size, dtype=dtype, nbytes=nbytes, hosts=hosts
         )
-        table, ranges = self.ranges_for(world_size, active.backend)
-        entry = ranges[bisect_right([entry.from_bytes for entry in ranges], nbytes) - 1]
+        table, entry = self.entry_for(nbytes, world_size, active.backend)
         return Verdict(
             nbytes,
             active.backend,
@@ -98,7 +97,7 @@ class Gate:
         """
         verdicts = [
             self.decide(count * row_bytes, world_size=world_size, dtype=dtype, hosts=hosts)
-            for count in self._counts(tokens, row_bytes)
+            for count in self.token_counts(tokens, row_bytes)
         ]
         fused = [verdict for verdict in verdicts if verdict.fused]
         if len(fused) == len(verdicts):
@@ -112,7 +111,7 @@ class Gate:
     def crossovers(self, row_bytes: int, *, world_size: int, dtype: str, hosts: int = 1) -> list[Verdict]:
         """The first size of every stretch of sizes with one backend and one range, for whole rows."""
         firsts: list[Verdict] = []
-        for count in self._counts((1, None), row_bytes):
+        for count in self.token_counts((1, None), row_bytes):
             verdict = self.decide(count * row_bytes, world_size=world_size, dtype=dtype, hosts=hosts)
             if not firsts or (firsts[-1].backend, firsts[-1].entry) != (verdict.backend, verdict.entry):
                 firsts.append(verdict)
@@ -121,6 +120,11 @@ class Gate:
     def entries(self, world_size: int, backend: str) -> tuple[Entry, ...]:
         """The ranges that count for a world size and backend; they go up in bytes and cover all sizes."""
         return self.ranges_for(world_size, backend)[1]
+
+    def entry_for(self, nbytes: int, world_size: int, backend: str) -> tuple[Table, Entry]:
+        """The range that decides about messages of ``nbytes`` where an unfused one would use ``backend``, and its table."""
+        table, ranges = self.ranges_for(world_size, backend)
+        return table, ranges[bisect_right([entry.from_bytes for entry in ranges], nbytes) - 1]
 
     def wire_entry(self, wire: str, *, world_size: int, transport: str) -> tuple[Table, WireEntry] | None:
         """What says from which size on ``wire`` is faster over ``transport`` than exact rows: table and entry, or None."""
@@ -131,7 +135,7 @@ class Gate:
                         return table, entry
         return None
 
-    def _counts(self, tokens: tuple[int, int | None], row_bytes: int) -> list[int]:
+    def token_counts(self, tokens: tuple[int, int | None], row_bytes: int) -> list[int]:
         """Token counts of the range around every size at which a decision may change."""
         low, high = tokens
         bounds = backend_bounds(self.settings)

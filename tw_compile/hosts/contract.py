@@ -26,6 +26,9 @@ class Host:
             which happens when the first graph is split; empty where there are none.
         refusals: Names of the host's reasons to leave a graph as it is (:meth:`tw_compile.TWCompilePass.refuse`).
         compiles_ranges: Whether the host's graphs are for ranges of token counts.
+        own_fusion: ``module:function`` where the host fuses some all_reduces itself before the passes come. The function gets
+            the passes' configuration, a compute capability, the number of ranks, the hidden size and the dtype. It returns a
+            line that says which messages these are; empty where there are none.
     """
 
     names: tuple[str, ...]
@@ -34,6 +37,7 @@ class Host:
     rules: str = ""
     refusals: type[StrEnum] | None = None
     compiles_ranges: bool = False
+    own_fusion: str = ""
 
     def __post_init__(self) -> None:
         if not self.names or not all(self.names):

@@ -68,6 +68,8 @@ def run(job: dict[str, Any], driver: socket.socket) -> dict[str, Any]:
         "passes": all(worker["passes"] for worker in facts),
         "wires": facts[0]["wires"],
         "prefetching": facts[0]["prefetching"],
+        "flashinfer_importable": facts[0]["flashinfer_importable"],
+        "flashinfer_fusion_bytes": facts[0]["flashinfer_fusion_bytes"],
         "traces": list(results.values()),
     }
 

@@ -52,6 +52,8 @@ class VllmRow:
         speedup_low: The speed-up of our slowest round over the baseline's fastest; ``speedup_high`` is the other way round.
         refused: Why there is no speed-up.
         wire: How rows of large messages travel.
+        flashinfer_importable: Whether vLLM found FlashInfer's communication.
+        flashinfer_fusion_bytes: Up to how many bytes vLLM's own fusion, by FlashInfer, served this engine; 0: it was off.
     """
 
     label: str
@@ -81,6 +83,8 @@ class VllmRow:
     speedup_high: float | None = None
     refused: str | None = None
     wire: str = EXACT
+    flashinfer_importable: bool | None = None
+    flashinfer_fusion_bytes: int | None = None
 
     @property
     def tokens(self) -> int:

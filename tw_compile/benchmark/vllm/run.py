@@ -118,7 +118,12 @@ def run(spec: VllmSpec, progress: Callable[[str], None], logs: str | None = None
         "environment": environment,
         "engines": [described(engine) | _facts(finding) for engine, finding in zip(plan, findings, strict=True)],
         "rows": [asdict(row) for row in rows(plan, findings, spec.world_size)],
-        "versions": {**versions(), "vllm": installed_version("vllm"), "nccl": nccl_version()},
+        "versions": {
+            **versions(),
+            "vllm": installed_version("vllm"),
+            "nccl": nccl_version(),
+            "flashinfer": installed_version("flashinfer-python"),
+        },
     }
 
 
@@ -147,6 +152,9 @@ def rows(plan: list[EngineStart], findings: list[dict[str, Any]], world_size: in
                 continue
             row.startup_s, row.compile_s, row.peak_bytes = (
                 finding[name] for name in ("startup_seconds", "compile_seconds", "peak_bytes")
+            )
+            row.flashinfer_importable, row.flashinfer_fusion_bytes = (
+                finding[name] for name in ("flashinfer_importable", "flashinfer_fusion_bytes")
             )
             own = finding["traces"][index]
             baseline, reference = (of_kind.get((kind, engine.chunk, trace)) for kind in ("baseline", "reference"))

@@ -26,21 +26,21 @@ WIRE_MIN_BYTES = 2**20
 """Messages from this size on have the wire of a variant, over any transport. A decode step's are smaller, and stay exact."""
 GEMMS_APART, NO_GRAPHS = "fuse-gemms-apart", "fuse+split-no-graphs"
 NO_COMMUNICATION = "no-communication"
-_ON_REQUEST = (GEMMS_APART, NO_GRAPHS, NO_COMMUNICATION)
+WITHOUT_FLASHINFER, WITH_FLASHINFER = "off-no-flashinfer", "fuse+split-flashinfer"
+"""vLLM alone without its fusion by FlashInfer, and the passes behind that fusion. For all but controls vLLM's default holds."""
+_ON_REQUEST = (GEMMS_APART, NO_GRAPHS, NO_COMMUNICATION, WITHOUT_FLASHINFER, WITH_FLASHINFER)
 """Variants that take part only where ``--only`` names them. They show what joined GEMMs gain, what graphs of long steps gain,
-and how fast vLLM would be if its all_reduces took no time."""
+how fast vLLM would be if its all_reduces took no time, and what FlashInfer's fusion gains and withholds."""
 OTHER_ALL_REDUCE = "off-nccl"
-"""This control is left out where peer access is left unused: all variants then have its all_reduce."""
+_NEED_PEERS = (OTHER_ALL_REDUCE, WITHOUT_FLASHINFER, WITH_FLASHINFER)
+"""These are left out where peer access is left unused. All variants then have NCCL's all_reduce, and none has FlashInfer's
+fusion, which would use peer access all the same."""
 
 _OFF = {"TW_COMPILE": "0"}
 _FLOAT32 = _OFF | {"VLLM_FLOAT32_MATMUL_PRECISION": "highest", "TRITON_F32_DEFAULT": "ieee"}
 _ON = {"TW_COMPILE": "1", "TW_COMPILE_STRICT": "1"}
 # For all variants where peer access is left unused: these all_reduces would use it.
 _NO_PEERS_ENVIRONMENT = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
-_NO_PEERS_ARGUMENTS = {
-    "disable_custom_all_reduce": True,
-    "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},
-}
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,10 @@ class EngineVariant:
     prefetches: bool = False
 
 
+def _flashinfer(fuses: bool) -> dict[str, Any]:
+    return {"compilation_config": {"pass_config": {"fuse_allreduce_rms": fuses}}}
+
+
 def _options(**options: Any) -> dict[str, Any]:
     return {"additional_config": {"tw_compile": options}}
 
@@ -77,10 +81,16 @@ VARIANTS = (
     EngineVariant(SPLIT, "ours", _ON, _options(split="auto")),
     EngineVariant(NO_GRAPHS, "ours", _ON, _options(split="auto", vllm_step_graphs="off")),
     EngineVariant(f"{SPLIT}-pieces", "ours", _ON, _options(split="auto", vllm_layer_groups=0)),
-    EngineVariant(OTHER_ALL_REDUCE, "control", arguments={"disable_custom_all_reduce": True}),
+    EngineVariant(WITH_FLASHINFER, "ours", _ON, _options(split="auto") | _flashinfer(True)),
+    EngineVariant(WITHOUT_FLASHINFER, "control", arguments=_flashinfer(False)),
+    # FlashInfer would sum what its fusion serves in the order that it has in "off".
+    EngineVariant(OTHER_ALL_REDUCE, "control", arguments={"disable_custom_all_reduce": True} | _flashinfer(False)),
     # NCCL sums large messages anyway. For these, only another order of NCCL's sums is another all_reduce.
     EngineVariant(
-        "off-nccl-tree", "control", _OFF | {"NCCL_ALGO": "allreduce:tree"}, {"disable_custom_all_reduce": True}
+        "off-nccl-tree",
+        "control",
+        _OFF | {"NCCL_ALGO": "allreduce:tree"},
+        {"disable_custom_all_reduce": True} | _flashinfer(False),
     ),
     EngineVariant(NO_COMMUNICATION, "bound", arguments={"worker_extension_cls": EXTENSION_WITHOUT_ALL_REDUCES}),
     # float32 has 2^-16 of bfloat16's error. It stands in for float64, which vLLM does not have. Nothing may be tf32. Triton's
@@ -173,7 +183,7 @@ def variants(spec: VllmSpec) -> list[EngineVariant]:
         *with_prefetch(spec.prefetch),
         VARIANTS[-1],
     )  # the reference is last
-    known = [variant for variant in everyone if spec.peer_access or variant.label != OTHER_ALL_REDUCE]
+    known = [variant for variant in everyone if spec.peer_access or variant.label not in _NEED_PEERS]
     check_labels([variant.label for variant in known], spec.only)
     splits = {"additional_config": {"tw_compile": {"split": spec.split}}}
     chosen = [
@@ -217,7 +227,7 @@ def _without_peers(variant: EngineVariant) -> EngineVariant:
     return replace(
         variant,
         environment={**variant.environment, **_NO_PEERS_ENVIRONMENT},
-        arguments=_merged(variant.arguments, _NO_PEERS_ARGUMENTS),
+        arguments=_merged(variant.arguments, {"disable_custom_all_reduce": True}, _flashinfer(False)),
     )
 
 

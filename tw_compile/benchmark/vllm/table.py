@@ -10,6 +10,7 @@ from rich.markup import escape
 
 from tw_compile.benchmark.vllm.results import BUDGET, NOISE, WIRE_BUDGET, VllmRow, failures, rows_of
 from tw_compile.benchmark.vllm.traces import ACCURACY, MIXED
+from tw_compile.gating.table import size
 from tw_compile.harness.table import mebibytes, number, plain_table, print_header, print_verdict, switches
 from tw_compile.kernels.collective.wires import EXACT
 
@@ -93,9 +94,19 @@ def _pair(p50: float | None, p99: float | None) -> str:
     return "-" if p50 is None else f"{p50:.2f} / {p99:.2f}"
 
 
+def _flashinfer(engine: dict[str, Any]) -> str:
+    """Up to which size vLLM's own fusion, by FlashInfer, served this engine. Reports from before 27 Nov 2026 don't say."""
+    fused = engine.get("flashinfer_fusion_bytes")
+    if fused is None:
+        return "-"
+    if not engine["flashinfer_importable"]:
+        return "not installed"
+    return f"up to {size(fused)}" if fused else "off"
+
+
 def _print_starts(console: Console, report: dict[str, Any]) -> None:
     engines = report["engines"]
-    columns = ("", "tokens a step", "start s", "torch.compile s", "peak memory")
+    columns = ("", "tokens a step", "start s", "torch.compile s", "peak memory", "FlashInfer's fusion")
     table = plain_table(columns, title="starts with empty caches", no_wrap=True)
     for engine in engines:
         peak = engine.get("peak_bytes")
@@ -105,6 +116,7 @@ def _print_starts(console: Console, report: dict[str, Any]) -> None:
             number(engine.get("startup_seconds"), ".1f"),
             number(engine.get("compile_seconds"), ".1f"),
             "-" if peak is None else mebibytes(peak),
+            _flashinfer(engine),
         )
     console.print(table)
     if report["together"]:

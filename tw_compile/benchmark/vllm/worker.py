@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm.distributed.device_communicators import flashinfer_all_reduce as communicator
 from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear
 
 from tw_compile.hosts.vllm.ways import measure
@@ -38,17 +39,27 @@ class WorkerExtension:
         measure(self)
 
     def tw_compile_facts(self: Any) -> dict[str, Any]:
-        """Seconds of compilation, the device, its peak bytes, whether the passes are in the engine, and wires of fused sums."""
+        """Seconds of compilation, the device, its peak bytes, whether the passes are in, wires, FlashInfer's part."""
         compilation = self.vllm_config.compilation_config
         inside = compilation.inductor_compile_config.values()
         return {
             "compile_seconds": compilation.compilation_time,
             "device_name": torch.cuda.get_device_name(),
+            "flashinfer_importable": communicator.fi_ar_available,
+            "flashinfer_fusion_bytes": flashinfer_fusion_bytes(self.vllm_config),
             "peak_bytes": torch.cuda.max_memory_allocated(),
             "passes": any(type(custom_pass).__module__.startswith("tw_compile.") for custom_pass in inside),
             "prefetching": prefetching_calls(_reports),
             "wires": dict(sum((Counter(report.wires) for report in _reports), Counter())),
         }
+
+
+def flashinfer_fusion_bytes(config: Any) -> int:
+    """Up to how many bytes vLLM's own fusion, by FlashInfer, serves this process; 0: it is off, or could not be set up."""
+    limits, ranks = config.compilation_config.pass_config, config.parallel_config.tensor_parallel_size
+    if not limits.fuse_allreduce_rms or communicator._fi_ar_workspace is None:
+        return 0
+    return limits.flashinfer_max_size(ranks) or 0
 
 
 @torch.inference_mode()  # in whichever mode the parameters were made

@@ -81,6 +81,12 @@ def bounds(settings: VllmSettings) -> set[int]:
     return limits | skips | set(MNNVL_LIMITS_033.values()) | {CUSTOM_LIMIT}
 
 
+def flashinfer_limit(settings: VllmSettings, capability: Capability | None, world_size: int) -> int | None:
+    """Up to how many bytes vLLM fuses by FlashInfer, where FlashInfer is installed; None where it does not."""
+    limits = FLASHINFER_LIMITS_033 if settings.host == NEWEST else FLASHINFER_LIMITS
+    return limits.get(capability, {}).get(world_size) if capability else None
+
+
 def _capability(node: Node, settings: VllmSettings) -> Capability | None:
     """The row of the size tables. From 0.33 on, sm107 uses the row of sm103."""
     return (10, 3) if node.capability == (10, 7) and settings.host == NEWEST else node.capability
@@ -135,7 +141,7 @@ def _flashinfer(node: Node, settings: VllmSettings, world_size: int, nbytes: int
     if not settings.use_flashinfer or not settings.flashinfer_installed or node.capability is None:
         return None
     new = settings.host == NEWEST
-    limit = (FLASHINFER_LIMITS_033 if new else FLASHINFER_LIMITS).get(node.capability, {}).get(world_size)
+    limit = flashinfer_limit(settings, node.capability, world_size)
     if limit is None:
         return None
     kernels = settings.flashinfer_backend

@@ -11,8 +11,8 @@ from tw_compile.config import Config
 from tw_compile.environment import ENABLE
 from tw_compile.gating.gate import Gate
 from tw_compile.hosts.vllm import dispatch, plan
+from tw_compile.hosts.vllm.flashinfer import JOINED, Peers, Share, flashinfer_share
 from tw_compile.hosts.vllm.options import asked_options, host_of, switched_off, vllm_config
-from tw_compile.hosts.vllm.settings import NEWEST
 from tw_compile.kernels.collective.transports import NO_PEER_ACCESS, NO_PEER_ATOMICS
 from tw_compile.planning import DeviceProfile, LayerShape, layer_shape, profile_of_device
 
@@ -30,9 +30,11 @@ def examine(
     capability: tuple[int, int] | None,
     device_name: str | None = None,
     peer_access: bool = True,
-    peer_atomics: bool = True,
+    peers: Peers = JOINED,
 ) -> Report:
-    """The effective configuration for devices of ``capability``, which reach each other's memory or not, with atomics or not.
+    """The effective configuration for devices of ``capability``, which are joined as ``peers`` says.
+
+    ``peer_access``: whether tw_compile uses peer access. For FlashInfer vLLM's defaults hold, as nothing tells what users set.
 
     Raises:
         ValueError: A variable or a thresholds file is wrong.
@@ -40,18 +42,25 @@ def examine(
     version = installed_version()
     asked = asked_options(None, environment)
     config = vllm_config(asked or {}, version or _TESTED, disable_custom_all_reduce=False)
-    choices = plan.gates(config, capability, peer_access, peer_atomics)
+    choices = plan.gates(config, capability, peer_access, peers.atomics)
     profile = None if device_name is None else profile_of_device(device_name)
     engines = [plan.Engine(size, HIDDEN_SIZE, "bfloat16", MAX_TOKENS) for size in WORLD_SIZES]
+    settings = plan.settings_of(choices[0])
+    fuses = settings.flashinfer_installed or version is None  # where vLLM is not here, FlashInfer would come along
+
+    def share(engine: plan.Engine) -> Share:
+        of_vllm = dispatch.flashinfer_limit(settings, capability, engine.tensor_parallel_size) if fuses else None
+        return flashinfer_share(engine, config, choices, of_vllm, peers, user_set=False)
+
     return {
         "installed": version,
         "dispatch": host_of(version or _TESTED),
         "plugin": _plugin(environment),
         "enabled": _enabled(environment, asked is not None),
         "peer_access": peer_access,
-        "peer_atomics": peer_atomics,
+        "peer_atomics": peers.atomics,
         "settings": asdict(choices[0].settings),
-        "groups": [_group(engine, config, choices, capability, profile) for engine in engines],
+        "groups": [_group(engine, config, choices, profile, share(engine)) for engine in engines],
     }
 
 
@@ -88,10 +97,8 @@ def _lines(group: Report) -> list[str]:
         f"by groups of layers, where no CUDA graphs are captured: {first}",
         group["split"],
     ]
-    limit, default = group["flashinfer_fusion_bytes"], group["flashinfer_fusion_bytes_of_vllm"]
-    if default is not None:
-        of_vllm = "as in vLLM" if limit == default else f"vLLM has {default}"
-        lines.append(f"FlashInfer's fusion, where it is installed: up to {limit} bytes ({of_vllm})")
+    if group["flashinfer_fusion"]:
+        lines.append(group["flashinfer_fusion"])
     for device_class, stretches in group["thresholds"].items():
         for stretch in stretches:
             decided = f"{'fused' if stretch['fused'] else 'gated'}, unfused {stretch['backend']}"
@@ -127,22 +134,13 @@ def _enabled(environment: Mapping[str, str], asked: bool) -> str:
 
 
 def _group(
-    engine: plan.Engine,
-    config: Config,
-    choices: tuple[Gate, ...],
-    capability: tuple[int, int] | None,
-    profile: DeviceProfile | None,
+    engine: plan.Engine, config: Config, choices: tuple[Gate, ...], profile: DeviceProfile | None, share: Share
 ) -> Report:
     world_size = engine.tensor_parallel_size
-    settings = plan.settings_of(choices[0])
-    limits = dispatch.FLASHINFER_LIMITS_033 if settings.host == NEWEST else dispatch.FLASHINFER_LIMITS
-    reachable = choices[0].node.peer_access
-    default = limits.get(capability, {}).get(world_size) if capability and reachable else None
     ends = plan.range_endpoints(engine, config, choices)
-    limit = plan.flashinfer_fusion_limit(capability, world_size, settings, default)
-    groups = _groups_of_layers(engine, config, limit)
+    groups = _groups_of_layers(engine, config, share.limit)
     inside = "from_tokens" in groups
-    first = groups["from_tokens"] if inside else 1 + (limit or 0) // plan.row_bytes_of(engine)
+    first = groups["from_tokens"] if inside else 1 + (share.limit or 0) // plan.row_bytes_of(engine)
     split_for = (profile, _layer(world_size)) if config.split == "auto" else (None, None)
     ranges, split, _ = plan.planned_ranges(engine, config, choices, first, ends, split_for, inside, both_ways=inside)
     return {
@@ -150,8 +148,10 @@ def _group(
         "ranges_end_at": sorted({*ends, *(end for _, end in ranges[:-1])}),
         "groups_of_layers": groups,
         "split": split,
-        "flashinfer_fusion_bytes": limit,
-        "flashinfer_fusion_bytes_of_vllm": default,
+        "flashinfer_fusion": share.line,
+        "flashinfer_fusion_reason": share.reason,
+        "flashinfer_fusion_bytes": share.limit,
+        "flashinfer_fusion_bytes_of_vllm": share.of_vllm,
         "thresholds": {gate.node.device_class: plan.thresholds_of(engine, gate) for gate in choices},
     }
 

@@ -16,4 +16,5 @@ VLLM = Host(
     rules="tw_compile.hosts.vllm.rules",
     refusals=HostRefusal,
     compiles_ranges=True,
+    own_fusion="tw_compile.hosts.vllm.flashinfer:explained",
 )

@@ -1,4 +1,4 @@
-"""What the passes will do in a vLLM engine, as far as its configuration says: refusals, compile ranges, FlashInfer's share.
+"""What the passes will do in a vLLM engine, as far as its configuration says: refusals, compile ranges, splits.
 
 This is evaluated where the engine is configured, before any process has a GPU. So it is not known yet whether there is NVLink
 multicast. The workers know, and decide for each range by their own gate.
@@ -16,7 +16,6 @@ import torch
 from tw_compile.config import Config
 from tw_compile.gating.facts import DTYPE_BYTES, Node, Settings
 from tw_compile.gating.gate import Gate
-from tw_compile.hosts.vllm import dispatch
 from tw_compile.hosts.vllm.operators import ATTENTION
 from tw_compile.hosts.vllm.reasons import GroupRefusal, HostRefusal, WholeAttention
 from tw_compile.hosts.vllm.settings import VllmSettings
@@ -199,7 +198,7 @@ def split_planner(
     def may_split(low: int, high: int) -> bool:
         if codes_unknown and _wires_of_range(engine, config, choices[-1], low) != ALL_EXACT:
             return False
-        return any(_is_fused(engine, config, gate, low, high) for gate in choices)
+        return any(is_fused(engine, config, gate, low, high) for gate in choices)
 
     return Ranges(plan, layer.world_size, may_split=may_split)
 
@@ -225,7 +224,7 @@ def _transport(config: Config, gate: Gate) -> str:
     return config.transport
 
 
-def _is_fused(engine: Engine, config: Config, gate: Gate, low: int, high: int) -> bool:
+def is_fused(engine: Engine, config: Config, gate: Gate, low: int, high: int) -> bool:
     """Whether all_reduces of the graph for ``low`` to ``high`` tokens are fused."""
     row_bytes, world_size = row_bytes_of(engine), engine.tensor_parallel_size
     if not config.fuse or high * row_bytes < config.fuse_min_bytes:
@@ -283,7 +282,7 @@ def planned_ranges(
             steps = text if all(part.split is None for part in parts) else f"{steps}, and {text}"
             parts, tried = cut, ((found.low, found.high),)
     split = [part for part in parts if part.split is not None]
-    surely = all(_is_fused(engine, config, gate, part.low, part.high) for part in split for gate in choices)
+    surely = all(is_fused(engine, config, gate, part.low, part.high) for part in split for gate in choices)
     steps += "" if surely else ", where they are fused"
     return PlannedRanges(tuple((part.low, part.high) for part in parts), f"split auto: {steps}", tried)
 
@@ -405,26 +404,6 @@ def fuses_all(engine: Engine, config: Config, choices: tuple[Gate, ...]) -> bool
 
 def row_bytes_of(engine: Engine) -> int:
     return engine.hidden_size * DTYPE_BYTES[engine.dtype]
-
-
-def flashinfer_fusion_limit(
-    capability: tuple[int, int] | None, world_size: int, settings: VllmSettings, limit: int | None
-) -> int | None:
-    """Up to how many bytes vLLM's own fusion, by FlashInfer, is faster than an unfused all_reduce.
-
-    ``limit`` is vLLM's own limit; None: it does not fuse. Where the unfused all_reduce would use multimem or NCCL's symmetric
-    kernels, these are faster. See vLLM issue 44079, and the rule of its pull request 44080.
-    """
-    if limit is None or capability is None:
-        return limit
-    if settings.use_nccl_symm_mem and world_size >= dispatch.NCCL_SYMMETRIC_MIN_WORLD_SIZE:
-        if world_size > dispatch.NCCL_SYMMETRIC_ALWAYS_ABOVE_WORLD_SIZE:
-            return 0
-        if world_size in dispatch.NCCL_SYMMETRIC_SKIPS:
-            limit = min(limit, dispatch.NCCL_SYMMETRIC_SKIPS[world_size][1])
-    if settings.use_symm_mem and world_size in dispatch.MULTIMEM_WORLD_SIZES.get(capability, ()):
-        limit = min(limit, dispatch.CUSTOM_LIMITS[capability][world_size])
-    return limit
 
 
 def thresholds_of(engine: Engine, gate: Gate) -> list[dict[str, Any]]:

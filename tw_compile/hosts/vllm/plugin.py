@@ -12,20 +12,32 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 from tw_compile import environment
 from tw_compile.config import Config
+from tw_compile.gating.gate import Gate
 from tw_compile.hosts.vllm import plan
+from tw_compile.hosts.vllm.flashinfer import OPTIONS, Peers, Share, flashinfer_share
 from tw_compile.hosts.vllm.measuring import measure_behind_load_model
 from tw_compile.hosts.vllm.options import asked_options, switched_off, vllm_config
-from tw_compile.hosts.vllm.peers import peers_among
+from tw_compile.hosts.vllm.peers import links_for_kernels, peers_of
 from tw_compile.hosts.vllm.reasons import HostRefusal
 from tw_compile.hosts.vllm.ways import measure_behind_warm_up
 from tw_compile.kernels.collective.wires import EXACT
 
 logger = logging.getLogger("vllm.tw_compile")
 _MIB = 2**20
+
+
+class Asked(NamedTuple):
+    """What the user has said, which vLLM's configuration does not tell from defaults once it is complete.
+
+    ``flashinfer``: whether one of :data:`OPTIONS` is set. ``range_ends``: ``compile_ranges_endpoints``.
+    """
+
+    flashinfer: bool
+    range_ends: list[int] | None
 
 
 def register() -> None:
@@ -49,26 +61,15 @@ def register() -> None:
                 _failed(error)
             return
         config = _config_of(self, options)
-        compilation = self.compilation_config
-        limits = compilation.pass_config
-        before, ends = limits.fi_allreduce_fusion_max_size_mb, compilation.compile_ranges_endpoints
-        try:
-            _limit_flashinfer(self, config)
-        except Exception as error:
-            limits.fi_allreduce_fusion_max_size_mb = before
-            _failed(error)
+        limits = self.compilation_config.pass_config
         user_said = limits.fuse_norm_quant is not None
+        asked = Asked(
+            any(getattr(limits, name) is not None for name in OPTIONS), self.compilation_config.compile_ranges_endpoints
+        )
         original(self)
-        installed = _install(self, config)
-        if installed and not user_said:
+        if _install(self, config, asked) and not user_said:
             try:
                 _keep_norms_apart(self, config)
-            except Exception as error:
-                _failed(error)
-        if not installed and limits.fi_allreduce_fusion_max_size_mb != before:
-            limits.fi_allreduce_fusion_max_size_mb, compilation.compile_ranges_endpoints = before, ends
-            try:
-                self._set_compile_ranges()  # without the lower limit
             except Exception as error:
                 _failed(error)
 
@@ -95,7 +96,7 @@ def _keep_norms_apart(engine: Any, config: Config) -> None:
     if not blocks:
         return
     facts = engine_of(engine)
-    choices = plan.gates(config, _capability(), *peers_among(facts.tensor_parallel_size))
+    choices = plan.gates(config, _capability(), *links_for_kernels(facts.tensor_parallel_size))
     if plan.fuses_all(facts, config, choices):
         engine.compilation_config.pass_config.fuse_norm_quant = False
 
@@ -135,21 +136,24 @@ def _config_of(engine: Any, options: dict[str, Any]) -> Config:
     return config
 
 
-def _limit_flashinfer(engine: Any, config: Config) -> None:
-    """Limit FlashInfer's fusion to the sizes at which it is faster, before vLLM computes its ranges from the limit."""
+def _give_flashinfer(engine: Any, share: Share, asked: Asked) -> None:
+    """Have FlashInfer fuse what ``share`` leaves it, and vLLM's ranges end where that ends."""
     limits = engine.compilation_config.pass_config
-    if engine.model_config is None or limits.fi_allreduce_fusion_max_size_mb is not None:
-        return
-    world_size, capability = engine.parallel_config.tensor_parallel_size, _capability()
-    settings = plan.settings_of(plan.gates(config, capability)[0])
-    wanted = limits.fuse_allreduce_rms  # None: vLLM decides, and says yes where FlashInfer is installed
-    if not (settings.flashinfer_installed if wanted is None else wanted):
-        return
-    known = limits.flashinfer_max_size(world_size)
-    limit = plan.flashinfer_fusion_limit(capability, world_size, settings, known)
-    if limit is not None and limit != known:
-        limits.fi_allreduce_fusion_max_size_mb = limit / _MIB
-        logger.info("tw_compile: FlashInfer's fusion up to %d bytes instead of %d (vLLM issue 44079)", limit, known)
+    if share.limit is None:
+        limits.fuse_allreduce_rms = False
+    else:
+        limits.fi_allreduce_fusion_max_size_mb = share.limit / _MIB
+    engine.compilation_config.compile_ranges_endpoints = asked.range_ends
+    engine._set_compile_ranges()
+
+
+def _flashinfer_share(engine: Any, config: Config, facts: plan.Engine, choices: tuple[Gate, ...], asked: bool) -> Share:
+    """What FlashInfer is left in ``engine``. ``asked``: whether its options are not to be changed."""
+    limits, ranks, parallel = engine.compilation_config.pass_config, facts.tensor_parallel_size, engine.parallel_config
+    fuses = limits.fuse_allreduce_rms and _capability() is not None
+    one_node = ranks <= getattr(parallel, "local_world_size", ranks)
+    peers = peers_of(ranks) if fuses and one_node else Peers(None, False)
+    return flashinfer_share(facts, config, choices, limits.flashinfer_max_size(ranks) if fuses else None, peers, asked)
 
 
 def _tell(engine: Any) -> None:
@@ -167,24 +171,31 @@ def _tell(engine: Any) -> None:
         slot[current_platform.pass_key] = VllmPass(named.config, named.before, engine_of(engine))
 
 
-def _install(engine: Any, config: Config) -> bool:
+def _install(engine: Any, config: Config, asked: Asked) -> bool:
     """Put the pass into its slot, and add the ends of its ranges to vLLM's. Returns whether the passes are on.
 
     After an exception everything is as it was, except that a pass of ours that the user has named is taken out.
     """
     compilation = engine.compilation_config
-    slot, ends = compilation.inductor_compile_config, compilation.compile_ranges_endpoints
-    had = dict(slot)
+    slot, ends, limits = (
+        compilation.inductor_compile_config,
+        compilation.compile_ranges_endpoints,
+        compilation.pass_config,
+    )
+    had, had_limits = dict(slot), {name: getattr(limits, name) for name in OPTIONS}
     try:
-        is_on, line = _put(engine, config)
+        is_on, lines = _put(engine, config, asked)
     except Exception as error:
         slot.clear()
         slot.update(had)
         _take_out_named(slot)
         compilation.compile_ranges_endpoints = ends
+        for name, value in had_limits.items():
+            setattr(limits, name, value)
         _failed(error)
         return False
-    logger.info("tw_compile: %s", line)
+    for line in lines:
+        logger.info("tw_compile: %s", line)
     return is_on
 
 
@@ -201,10 +212,10 @@ def _take_out_named(slot: dict[str, Any]) -> None:
             slot[current_platform.pass_key] = named.before
 
 
-def _put(engine: Any, config: Config) -> tuple[bool, str]:
+def _put(engine: Any, config: Config, asked: Asked) -> tuple[bool, tuple[str, ...]]:
     """Change ``engine`` as :func:`_install` says.
 
-    Returns whether the passes are on, and one line: what was done, or why nothing was.
+    Returns whether the passes are on, and a line: what was done, or why nothing was. A second one is about FlashInfer.
     """
     from vllm.compilation.passes.inductor_pass import InductorPass
     from vllm.platforms import current_platform
@@ -213,23 +224,26 @@ def _put(engine: Any, config: Config) -> tuple[bool, str]:
     from tw_compile.hosts.vllm.inductor_pass import VllmPass
 
     if engine.model_config is None:
-        return False, "off, there is no model"
+        return False, ("off, there is no model",)
     facts = engine_of(engine)
     refused = facts.refusal()
     if refused is not None:
         _take_out_named(engine.compilation_config.inductor_compile_config)
-        return False, f"off, {refused[0]}: {refused[1]}"
+        return False, (f"off, {refused[0]}: {refused[1]}",)
     compilation = engine.compilation_config
     slot = compilation.inductor_compile_config
     users = slot.get(current_platform.pass_key)
     if users is not None and not isinstance(users, InductorPass):
         holds = f"{current_platform.pass_key} holds {type(users).__name__}, which is no InductorPass"
-        return False, f"off, {HostRefusal.SLOT_TAKEN}: {holds}"
+        return False, (f"off, {HostRefusal.SLOT_TAKEN}: {holds}",)
+    again = False
     if isinstance(users, VllmPass):  # the user named it in inductor_passes, or this configuration was here before
-        users = users.before
-    choices = plan.gates(config, _capability(), *peers_among(facts.tensor_parallel_size))
-    limits = compilation.pass_config
-    flashinfer = limits.flashinfer_max_size(facts.tensor_parallel_size) if limits.fuse_allreduce_rms else None
+        again, users = users.engine is not None, users.before
+    choices = plan.gates(config, _capability(), *links_for_kernels(facts.tensor_parallel_size))
+    share = _flashinfer_share(engine, config, facts, choices, asked.flashinfer or again)
+    if share.changes:
+        _give_flashinfer(engine, share, asked)
+    flashinfer = share.limit
     long_from = facts.long_from(config, flashinfer)
     inside = isinstance(long_from, int) or (facts.one_graph and config.vllm_layer_groups > 0)  # attention, in halves
     split_for = (profile_of(config), layer_of(engine)) if config.split == "auto" else (None, None)
@@ -262,7 +276,7 @@ def _put(engine: Any, config: Config) -> tuple[bool, str]:
         f"on{chained}, {facts.tensor_parallel_size} ranks, {config.host}; fusing all_reduce + RMSNorm, "
         f"thresholds for {tables}{wire}; token ranges end at {ranges}; {groups}; {split}"
     )
-    return True, line
+    return True, (line,) if again or not share.line else (line, share.line)
 
 
 def _capability() -> tuple[int, int] | None:

@@ -35,3 +35,13 @@ class GroupRefusal(StrEnum):
     SPECULATIVE = "speculative"
     NO_LONG_STEPS = "no_long_steps"
     NOT_ASKED_FOR = "not_asked_for"
+
+
+class FlashInferShare(StrEnum):
+    """Why vLLM's own fusion, by FlashInfer, serves the sizes that it serves."""
+
+    MEASURED_FASTER = "measured_faster"
+    UNFUSED_FASTER = "unfused_faster"
+    NO_PEER_ACCESS = "no_peer_access"
+    NOT_MEASURED = "not_measured"
+    SET_BY_USER = "set_by_user"
