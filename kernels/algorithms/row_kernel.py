@@ -19,7 +19,7 @@ import torch
 from tw_compile.kernels.collective.algorithm import Algorithm
 from tw_compile.kernels.collective.call import Call, allocators
 from tw_compile.kernels.collective.cuda_variant import (
-    PEER_KERNELS,
+    HOPPER,
     aligned,
     headers_of,
     row_defines,
@@ -83,7 +83,7 @@ class RowKernel(Algorithm):
         """
         beside = request.overlap_sms > 0
         return {
-            "programmatic": not beside and torch.cuda.get_device_capability(state.device) >= PEER_KERNELS,
+            "programmatic": not beside and torch.cuda.get_device_capability(state.device) >= HOPPER,
             "beside": beside,
         }
 

@@ -68,13 +68,14 @@ def expect_each_line_once(machine: PushMachine | WordsMachine, weights: Weights)
             assert not bits(tensor).any()
 
 
+@pytest.mark.parametrize("arch", [900, 800])
 @pytest.mark.parametrize(
     "kernel", ["one_shot", *(pytest.param(name, marks=pytest.mark.full) for name in ("two_shot", "words"))]
 )
-def test_every_line_of_the_budget_is_asked_for_once_and_the_results_are_the_same_bits(kernel: str) -> None:
+def test_every_line_of_the_budget_is_asked_for_once_and_the_results_are_the_same_bits(kernel: str, arch: int) -> None:
     """Also with fewer CTAs that may run than there are, in launches that begin before those ahead of them have ended."""
     for seed, (world_size, free) in enumerate(((2, 1), (3, 3), (8, 9))):
-        options = {"threads": 64, "data_seed": 5, "resident": 1 + 2 * seed}
+        options = {"threads": 64, "data_seed": 5, "resident": 1 + 2 * seed, "arch": arch}
         plain = make(kernel, world_size, 136, seed, **options)
         machine = make(kernel, world_size, 136, seed, more_defines={"PREFETCH": 1}, **options)
         weights = Weights(machine, free)

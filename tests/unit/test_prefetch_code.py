@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from machine_code import dump, resources
-from test_cuda_kernels import BF16, MOST_STACK_BYTES, program_of, replace_fields, request
+from test_cuda_kernels import BEFORE_HOPPER, BF16, HOPPER, MOST_STACK_BYTES, program_of, replace_fields, request
 from test_host_kernels_code import program_of as host_program_of
 
 from tw_compile.kernels.algorithms.host.host_words import HostWords
@@ -36,10 +36,10 @@ def asking(asked: Request) -> Request:
     return replace_fields(asked, prefetch=[torch.empty(4096, 4096, device="meta")], prefetch_bytes=8 * MIB)
 
 
-def of(kind: str, asked: Request, patch: pytest.MonkeyPatch, capability: int = 9) -> Program:
+def of(kind: str, asked: Request, patch: pytest.MonkeyPatch, capability: tuple[int, int] = HOPPER) -> Program:
     if kind == "words":
-        return host_program_of(kind, replace_fields(asked, residual_sharded=False), 2, patch, (capability, 0))
-    return program_of(kind, asked, 2, patch, arch=capability)
+        return host_program_of(kind, replace_fields(asked, residual_sharded=False), 2, patch, capability)
+    return program_of(kind, asked, 2, patch, capability=capability)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -59,10 +59,17 @@ def test_ctas_that_prefetch_wait_for_nothing_and_rows_keep_their_registers(
     assert resources(asks.cubin(), tmp_path)["STACK"] <= MOST_STACK_BYTES, "rows are in memory"
 
 
-def test_older_devices_ask_sector_by_sector(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = asking(request(4096, cast=BF16, residual_out="replicated"))
-    found = host_program_of("words", asked, 2, monkeypatch, (7, 5)).ptx()
-    assert "prefetch.global.L2" in found and "cp.async.bulk" not in found
+@pytest.mark.few(6)
+@pytest.mark.parametrize("capability", BEFORE_HOPPER)
+@pytest.mark.parametrize("kind", KINDS)
+def test_older_devices_ask_sector_by_sector(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, capability: tuple[int, int]
+) -> None:
+    asked = request(4096, cast=BF16, residual_out="replicated")
+    plain, asks = (of(kind, one, monkeypatch, capability) for one in (asked, asking(asked)))
+    assert "prefetch.global.L2" in asks.ptx() and "prefetch.global.L2" not in plain.ptx()
+    assert "cp.async.bulk" not in asks.ptx() and "griddepcontrol" not in asks.ptx()
+    assert resources(asks.cubin(), tmp_path)["STACK"] == 0
 
 
 # --- what is launched ------------------------------------------------------------------------------------------------

@@ -110,6 +110,19 @@ def test_scales_and_small_devices_are_left_to_one_cta(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("one_shot", [True, False])
+def test_devices_without_clusters_leave_rows_to_one_cta(monkeypatch: pytest.MonkeyPatch, one_shot: bool) -> None:
+    """An A100 has SMs enough, but no clusters: nothing is loaded for them."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=108))
+    loaded: list[str] = []
+    monkeypatch.setattr(Push, "_kernel", lambda self, *rest: loaded.append(self.name))
+    algorithm = SharingPush(one_shot)
+    assert algorithm.shares(request(1), state()) == 1
+    algorithm.prepare(request(1), state(), 0)
+    assert loaded == [algorithm.name]
+
+
+@pytest.mark.parametrize("one_shot", [True, False])
 def test_what_shares_is_launched_by_clusters_and_all_are_loaded(
     monkeypatch: pytest.MonkeyPatch, one_shot: bool
 ) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 from tw_compile.kernels.algorithms.push.entries import CLUSTERS
 from tw_compile.kernels.algorithms.row_kernel import RowKernel
 from tw_compile.kernels.collective.cuda_variant import (
+    HOPPER,
     LAST_FIELDS,
-    PEER_KERNELS,
+    LOADS_AND_STORES,
     POINTER_FIELDS,
     VECTOR,
     address,
@@ -88,7 +89,7 @@ class Push(RowKernel):
     source = Path(__file__).with_name("push.cu")
     params: type[Structure] = PushParams
     most_sms = 128
-    min_capability = PEER_KERNELS
+    min_capability = LOADS_AND_STORES
     wires = True
     prefetches = True
 
@@ -97,6 +98,8 @@ class Push(RowKernel):
         super().__init__(name if cluster == 1 else f"{name}_{CLUSTERS[cluster]}", one_shot, max_sms)
         self._cluster = cluster
         self.wires = self.prefetches = cluster == 1
+        if cluster > 1:
+            self.min_capability = HOPPER
 
     def obstacle(self, request: Request, state: GroupState) -> str | None:
         """See :class:`Algorithm`."""
