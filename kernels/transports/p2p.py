@@ -43,6 +43,6 @@ class P2PTransport(SlotTransport):
 
     def serves(self, request: Request) -> bool:
         """See :class:`SlotTransport`. The kernel that serves all messages is Triton's."""
-        if request.norm.scale_columns and row_obstacle(request, LOADS_AND_STORES, scales=True) is not None:
+        if request.norm.scale_columns and row_obstacle(request, LOADS_AND_STORES, wires=True, scales=True) is not None:
             return False  # neither push nor Triton's kernel makes these scales
         return EPILOGUES[request.norm.epilogue].triton_row is not None

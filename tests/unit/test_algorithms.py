@@ -168,7 +168,7 @@ def test_before_hopper_only_push_on_single_ctas_serves(
     made = replace(fp8, norm=replace(fp8.norm, scale_columns=HIDDEN), hidden_scale=None, bias=None)
     for served in (asked, replace(asked, wire="int8"), replace(asked, overlap_sms=8)):
         assert Push(False).obstacle(served, state) is None
-    for one in (fp8, made):
+    for one in (fp8, made, replace(made, wire="int8")):
         found = Push(False).obstacle(one, state)
         assert found is None if has_fp8 else "needs compute capability 8.9" in str(found)
         assert P2PTransport().serves(one) is (has_fp8 or one is fp8)
