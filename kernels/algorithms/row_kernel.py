@@ -88,15 +88,20 @@ class RowKernel(Algorithm):
         }
 
     def with_prefetch(
-        self, request: Request, state: GroupState, launches: list[tuple[Structure, int]], ctas_per_sm: int
+        self,
+        request: Request,
+        state: GroupState,
+        launches: list[tuple[Structure, int]],
+        ctas_per_sm: int,
+        cluster: int = 1,
     ) -> list[tuple[Structure, int]]:
-        """``launches``, with CTAs added to the first launch that prefetch the request's tensors on free SMs."""
+        """``launches``, with clusters added to the first launch that prefetch the request's tensors on free SMs."""
         if not request.prefetch:
             return launches
         room = torch.cuda.get_device_properties(state.device).multi_processor_count * ctas_per_sm
         budget, grown = request.prefetch_bytes, []
         for params, ctas in launches:
-            params.prefetch, grid = prefetched(request.prefetch, budget, ctas, room - ctas)
+            params.prefetch, grid = prefetched(request.prefetch, budget, ctas, room - ctas, cluster)
             grown.append((params, grid))
             budget = 0
         return grown

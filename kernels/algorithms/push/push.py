@@ -97,7 +97,7 @@ class Push(RowKernel):
         name = "push_one_shot" if one_shot else "push_two_shot"
         super().__init__(name if cluster == 1 else f"{name}_{CLUSTERS[cluster]}", one_shot, max_sms)
         self._cluster = cluster
-        self.wires = self.prefetches = cluster == 1
+        self.wires = cluster == 1
         if cluster > 1:
             self.min_capability = HOPPER
 
@@ -184,7 +184,7 @@ class Push(RowKernel):
                 **self._more_params(slot),
             )
             launches.append((params, self._cluster * min(end - begin, clusters)))
-        return self.with_prefetch(request, state, launches, ctas_each) if self.prefetches else launches
+        return self.with_prefetch(request, state, launches, ctas_each, self._cluster)
 
     def _more_params(self, slot: Slot) -> dict[str, Any]:
         """Additional parameters that only a subclass's ``params`` have."""
