@@ -19,7 +19,7 @@ import torch
 from tw_compile.kernels.collective.algorithm import Algorithm
 from tw_compile.kernels.collective.call import Call, allocators
 from tw_compile.kernels.collective.cuda_variant import (
-    PEER_KERNELS,
+    HOPPER,
     aligned,
     headers_of,
     row_defines,
@@ -83,20 +83,25 @@ class RowKernel(Algorithm):
         """
         beside = request.overlap_sms > 0
         return {
-            "programmatic": not beside and torch.cuda.get_device_capability(state.device) >= PEER_KERNELS,
+            "programmatic": not beside and torch.cuda.get_device_capability(state.device) >= HOPPER,
             "beside": beside,
         }
 
     def with_prefetch(
-        self, request: Request, state: GroupState, launches: list[tuple[Structure, int]], ctas_per_sm: int
+        self,
+        request: Request,
+        state: GroupState,
+        launches: list[tuple[Structure, int]],
+        ctas_per_sm: int,
+        cluster: int = 1,
     ) -> list[tuple[Structure, int]]:
-        """``launches``, with CTAs added to the first launch that prefetch the request's tensors on free SMs."""
+        """``launches``, with clusters added to the first launch that prefetch the request's tensors on free SMs."""
         if not request.prefetch:
             return launches
         room = torch.cuda.get_device_properties(state.device).multi_processor_count * ctas_per_sm
         budget, grown = request.prefetch_bytes, []
         for params, ctas in launches:
-            params.prefetch, grid = prefetched(request.prefetch, budget, ctas, room - ctas)
+            params.prefetch, grid = prefetched(request.prefetch, budget, ctas, room - ctas, cluster)
             grown.append((params, grid))
             budget = 0
         return grown

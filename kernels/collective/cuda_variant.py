@@ -18,10 +18,13 @@ from tw_compile.kernels.epilogues import EPILOGUES
 
 VECTOR = 8
 """Elements that a thread handles at a time, whatever their type."""
-PEER_KERNELS = (9, 0)
-"""The lowest compute capability for kernels over peer memory. They need griddepcontrol and bulk copies."""
-HOST_KERNELS = (7, 5)
-"""The lowest compute capability for kernels over host memory. It is the lowest that PyTorch runs on."""
+LOADS_AND_STORES = (7, 5)
+"""The lowest compute capability for kernels that reach other ranks' rows by loads and stores, in peer or in host memory.
+
+Their accesses are relaxed, acquire or release at system scope, which GPUs have from 7.0 on. NVRTC 13 compiles from 7.5 on.
+"""
+HOPPER = (9, 0)
+"""The lowest compute capability for bulk copies, clusters, multicast addresses and programmatic launches."""
 CODED_ROW_ALIGNMENT = 32
 """Alignment of rows in codes, in bytes; wire.cuh has it too."""
 MAKES_NO_SCALES = "float8 results have one scale, which is given"
@@ -47,7 +50,7 @@ def numbers_of(norm: NormSpec) -> dict[str, float]:
 
 
 def row_obstacle(
-    request: Request, min_capability: tuple[int, int] = PEER_KERNELS, *, wires: bool = False, scales: bool = False
+    request: Request, min_capability: tuple[int, int] = HOPPER, *, wires: bool = False, scales: bool = False
 ) -> str | None:
     """Why a kernel that needs ``min_capability`` cannot serve the request; None if it can. The same on all ranks.
 

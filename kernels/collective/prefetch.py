@@ -78,14 +78,16 @@ def form_of_prefetch(prefetch: Sequence[torch.Tensor] | None) -> tuple[Any, ...]
     return tuple((tensor.device, tensor.nbytes, is_dense(tensor)) for tensor in prefetch or ())
 
 
-def prefetched(prefetch: Sequence[torch.Tensor], budget: int, row_ctas: int, free_ctas: int) -> tuple[Prefetched, int]:
+def prefetched(
+    prefetch: Sequence[torch.Tensor], budget: int, row_ctas: int, free_ctas: int, cluster: int = 1
+) -> tuple[Prefetched, int]:
     """The prefetch parameters of a launch of ``row_ctas`` CTAs with rows, and its number of CTAs with those that prefetch.
 
-    At most ``free_ctas`` CTAs prefetch. The addresses are not filled in yet.
+    At most ``free_ctas`` CTAs prefetch, in whole clusters of ``cluster``. The addresses are not filled in yet.
     """
     found = shares([tensor.nbytes for tensor in prefetch], budget)
     pieces = sum(-(-nbytes // PIECE) for nbytes in found)
-    more = max(0, min(free_ctas, pieces))
+    more = min(max(free_ctas, 0) // cluster, -(-pieces // cluster)) * cluster
     if not more:
         found = []
     sizes = (c_uint32 * MOST_TENSORS)(*found)

@@ -1,7 +1,8 @@
 // CTAs of a call that have no rows. They ask L2 for weights that the next kernel reads, while the message is under way.
 //
 // They begin before grid_dependency_wait, because the weights don't depend on earlier kernels, and they end at once. They take
-// no part in the call: they don't wait, touch none of its memory, and are not counted. At least one CTA of the grid has rows.
+// no part in the call: they don't wait, touch none of its memory, and are not counted. Nor do they meet CTAs with rows in a
+// cluster: row_ctas is a multiple of a cluster's CTAs, so all CTAs of a cluster have rows, or none. One CTA or more has rows.
 // It ends no sooner than the kernel before this grid. So a kernel that waits for this grid has waited for that kernel, too.
 //
 // Set by definitions: PREFETCH (0: the grid has no such CTAs), THREADS.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from tw_compile.kernels.collective.cuda_variant import HOST_KERNELS, row_obstacle
+from tw_compile.kernels.collective.cuda_variant import LOADS_AND_STORES, row_obstacle
 from tw_compile.kernels.collective.host_memory import HostMemory
 from tw_compile.kernels.collective.p2p_group import host_group_obstacle
 from tw_compile.kernels.collective.spec import Request
@@ -33,7 +33,7 @@ class HostTransport(SlotTransport):
 
     def serves(self, request: Request) -> bool:
         """See :class:`SlotTransport`."""
-        return row_obstacle(request, HOST_KERNELS, wires=True, scales=True) is None
+        return row_obstacle(request, LOADS_AND_STORES, wires=True, scales=True) is None
 
     def reserved_bytes(self) -> int:
         """See :class:`Transport`. The slots take no device memory."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tw_compile.kernels.algorithms import ALGORITHMS
 from tw_compile.kernels.collective.algorithm import Algorithm
-from tw_compile.kernels.collective.cuda_variant import row_obstacle
+from tw_compile.kernels.collective.cuda_variant import LOADS_AND_STORES, row_obstacle
 from tw_compile.kernels.collective.p2p_group import group_obstacle
 from tw_compile.kernels.collective.slot import SymmetricMemory
 from tw_compile.kernels.collective.spec import Request
@@ -43,6 +43,6 @@ class P2PTransport(SlotTransport):
 
     def serves(self, request: Request) -> bool:
         """See :class:`SlotTransport`. The kernel that serves all messages is Triton's."""
-        if request.norm.scale_columns and row_obstacle(request, scales=True) is not None:
-            return False  # Triton's kernel makes no scales
+        if request.norm.scale_columns and row_obstacle(request, LOADS_AND_STORES, wires=True, scales=True) is not None:
+            return False  # neither push nor Triton's kernel makes these scales
         return EPILOGUES[request.norm.epilogue].triton_row is not None

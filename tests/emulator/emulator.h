@@ -2,6 +2,11 @@
 // header of the standard library is included, because the integer names of primitives.cuh differ from its.
 #pragma once
 
+// What __CUDA_ARCH__ is to primitives.cuh. Its conversions need no other branch here: all instructions give the same bits.
+#ifndef EMULATED_ARCH
+#define EMULATED_ARCH 900
+#endif
+
 #define DEVICE inline
 #define KERNEL(threads, ctas_per_sm)                                                                 \
   static_assert((threads) >= 32 && (threads) <= 1024 && (threads) % 32 == 0, "threads of a launch"); \
@@ -247,8 +252,13 @@ DEVICE float shuffle_xor(float value, int mask) { return as_float(emulated_shuff
 DEVICE uint32_t shuffle_xor(uint32_t value, int mask) { return emulated_shuffle_xor(value, mask); }
 DEVICE int32_t first_lanes(int32_t value) { return int32_t(emulated_first_lanes(uint32_t(value))); }
 DEVICE void warp_sync() { emulated_warp_sync(); }
+#if EMULATED_ARCH >= 900
 DEVICE void grid_dependency_wait() { emulated_grid_dependency_wait(); }
 DEVICE void grid_dependency_launch() { emulated_grid_dependency_launch(); }
+#else
+DEVICE void grid_dependency_wait() {}
+DEVICE void grid_dependency_launch() {}
+#endif
 
 // --- shared memory, mbarriers, bulk copies -------------------------------------------------------------------------
 
@@ -290,8 +300,12 @@ DEVICE void bulk_wait() { emulated_bulk_wait(false, 0); }
 DEVICE void fence_proxy_async() { emulated_fence_proxy_async(); }
 DEVICE void fence_proxy_async_shared() { emulated_fence_proxy_async(); }
 
-// Smaller than any machine's, so that short tensors have more pieces than a grid has lanes.
+// As primitives.cuh has them before sm_90. From then on: smaller, so that short tensors have more pieces than a grid has lanes.
+#if EMULATED_ARCH >= 900
 inline constexpr uint32_t PREFETCH_BYTES = 64, PREFETCH_LANES = 2;
+#else
+inline constexpr uint32_t PREFETCH_BYTES = 32, PREFETCH_LANES = 32;
+#endif
 DEVICE void prefetch_l2(const void* address, uint32_t bytes) { emulated_prefetch_l2(address, bytes); }
 
 // --- cluster.cuh ---------------------------------------------------------------------------------------------------

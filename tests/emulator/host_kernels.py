@@ -110,7 +110,8 @@ class WordsMachine(HostMachine):
             self.follow(rank, slot, own)
             shared_bytes = statistics_bytes(own.request, 1, self.threads // 32)
             grid = min(tokens, max_sms)
-            launch = self.emulator.launch(rank, slot, grid, self.threads, shared_bytes, params, programmatic=True)
+            given = {"programmatic": self.programmatic}
+            launch = self.emulator.launch(rank, slot, grid, self.threads, shared_bytes, params, **given)
             self.latest[rank, slot] = launch
         return call
 
@@ -169,7 +170,8 @@ class RowsMachine(HostMachine):
                 half_bytes=half_bytes(self.capacity),
                 **self.shared_parameters(rank, own),
             )
-            self.emulator.launch(rank, slot, grid, self.shape.block, self.shape.shared_bytes, params, programmatic=True)
+            cta, given = (self.shape.block, self.shape.shared_bytes), {"programmatic": self.programmatic}
+            self.emulator.launch(rank, slot, grid, *cta, params, **given)
         return call
 
     def run(self) -> None:

@@ -205,7 +205,7 @@ def make_call(form: Form, xs: Sequence[torch.Tensor], seed: int, sum_of: SumOf =
 class Machine:
     """One kernel variant on all ranks. Calls on one slot follow each other, calls on different slots may overlap.
 
-    ``threads``: those of a row.
+    ``threads``: those of a row. ``arch``: what ``__CUDA_ARCH__`` is; before 900 no launch is programmatic.
     """
 
     threads: int
@@ -219,12 +219,15 @@ class Machine:
         hidden_size: int,
         world_size: int,
         seed: int,
+        *,
+        arch: int = 900,
         **options: Any,
     ) -> None:
         self.form, self.hidden_size, self.world_size = form, hidden_size, world_size
+        self.programmatic = arch >= 900
         self.data_seed, self.drawn = options.pop("data_seed", seed), 0
         options.setdefault("stall_limit", _STALL_LIMIT)
-        defines = defines | options.pop("more_defines", {})
+        defines = defines | {"EMULATED_ARCH": arch} | options.pop("more_defines", {})
         self.emulator = Emulator(source, source.stem, world_size, seed, defines=defines, **options)
         self.calls: list[Call] = []
         self.latest: dict[tuple[int, int], int] = {}  # launch of a rank and a slot
@@ -380,7 +383,7 @@ class PushMachine(Machine):
                 )
                 grid = self.cluster * min(end - begin, max(1, max_sms // self.cluster))
                 shared_bytes = shared_bytes_for(own.request, self.threads, self.cluster)
-                given = {"programmatic": True, "cluster": self.cluster}
+                given = {"programmatic": self.programmatic, "cluster": self.cluster}
                 launch = self.emulator.launch(rank, slot, grid, self.threads, shared_bytes, params, **given)
                 self.latest[rank, slot] = launch
         return call

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,13 @@ def run(
     for tokens, max_sms in calls:
         call(machine, form, tokens, max_sms)
     machine.run()
+
+
+@pytest.mark.parametrize("kernel", ["push_two_shot", "host_two_shot"])
+@pytest.mark.parametrize("form", [PER_TOKEN, PER_GROUP], ids=["token", "group"])
+def test_partial_sums_may_travel_in_codes(form: Form, kernel: str) -> None:
+    """The results are codes already, and stay as they are."""
+    run(KERNELS[kernel], replace(form, wire="int8"), seed=1)
 
 
 @pytest.mark.few(12)

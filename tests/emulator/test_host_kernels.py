@@ -138,6 +138,17 @@ def test_calls_by_rows_follow_each_other(
 
 
 @pytest.mark.parametrize("kind", ["words", "one_shot", "two_shot"])
+def test_calls_follow_each_other_before_hopper(kind: str) -> None:
+    """Nothing in the kernel waits for the kernel before it, which has ended: launches are not programmatic."""
+    for seed in range(3):
+        options: dict[str, Any] = {"arch": 750, "resident": 4}
+        machine = words(2, 72, LLAMA, seed, **options) if kind == "words" else None
+        machine = machine or rows(2, 72, LLAMA, kind == "one_shot", seed, **options)
+        random_calls(machine, seed, 6)
+        machine.run()
+
+
+@pytest.mark.parametrize("kind", ["words", "one_shot", "two_shot"])
 def test_slots_overlap(kind: str) -> None:
     for seed in range(3):
         options: dict[str, Any] = {"slots": 2, "resident": 8}

@@ -170,6 +170,15 @@ def test_stream_calls_follow_each_other(
 
 
 @ONE_AND_TWO_SHOT
+def test_push_calls_follow_each_other_before_hopper(one_shot: bool) -> None:
+    """Nothing in the kernel waits for the kernel before it, which has ended: launches are not programmatic."""
+    for seed in range(6):
+        machine = push(2 + seed % 3, 136, LLAMA, one_shot, seed, threads=32, arch=800, resident=1 + seed % 3)
+        random_calls(machine, seed, 8)
+        machine.run()
+
+
+@ONE_AND_TWO_SHOT
 def test_push_calls_of_several_launches(one_shot: bool) -> None:
     for seed in range(10):
         machine = push(3, 72, WHOLE, one_shot, seed, threads=32, most_rows=1 + seed % 2, resident=1 + seed % 3)

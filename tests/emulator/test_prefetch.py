@@ -46,7 +46,8 @@ class Weights:
 
         def with_prefetch(rank: int, stream: int, grid: int, *rest: Any, **named: Any) -> int:
             params = rest[-1]
-            params.prefetch, grown = prefetched(self.of_rank[rank], budget, grid, free)
+            cluster = named.get("cluster", 1)
+            params.prefetch, grown = prefetched(self.of_rank[rank], budget, grid, free, cluster)
             params.prefetch.begin[:] = [*(one.data_ptr() for one in self.of_rank[rank]), 0]
             self.grids.append((grid, grown))
             return launch(rank, stream, grown, *rest, **named)
@@ -68,13 +69,14 @@ def expect_each_line_once(machine: PushMachine | WordsMachine, weights: Weights)
             assert not bits(tensor).any()
 
 
+@pytest.mark.parametrize("arch", [900, 800])
 @pytest.mark.parametrize(
     "kernel", ["one_shot", *(pytest.param(name, marks=pytest.mark.full) for name in ("two_shot", "words"))]
 )
-def test_every_line_of_the_budget_is_asked_for_once_and_the_results_are_the_same_bits(kernel: str) -> None:
+def test_every_line_of_the_budget_is_asked_for_once_and_the_results_are_the_same_bits(kernel: str, arch: int) -> None:
     """Also with fewer CTAs that may run than there are, in launches that begin before those ahead of them have ended."""
     for seed, (world_size, free) in enumerate(((2, 1), (3, 3), (8, 9))):
-        options = {"threads": 64, "data_seed": 5, "resident": 1 + 2 * seed}
+        options = {"threads": 64, "data_seed": 5, "resident": 1 + 2 * seed, "arch": arch}
         plain = make(kernel, world_size, 136, seed, **options)
         machine = make(kernel, world_size, 136, seed, more_defines={"PREFETCH": 1}, **options)
         weights = Weights(machine, free)
@@ -84,6 +86,25 @@ def test_every_line_of_the_budget_is_asked_for_once_and_the_results_are_the_same
         for one, other in zip(plain.calls, machine.calls, strict=True):
             assert all(map(torch.equal, one.outputs(), other.outputs()))
         assert {grown - grid for grid, grown in weights.grids} == {min(free, 3)}  # one piece of each weight
+        expect_each_line_once(machine, weights)
+
+
+@pytest.mark.parametrize("cluster", [2, 4])
+@pytest.mark.parametrize("kernel", ["one_shot", pytest.param("two_shot", marks=pytest.mark.full)])
+def test_clusters_prefetch_as_wholes(kernel: str, cluster: int) -> None:
+    """Each line once, the same bits as without, and no cluster with rows that lacks a CTA."""
+    for seed, (world_size, free) in enumerate(((2, cluster), (3, 2 * cluster - 1), (4, 9))):
+        options = {"threads": 32, "cluster": cluster, "resident": cluster * (1 + seed), "data_seed": 5}
+        plain = make(kernel, world_size, 264, seed, **options)
+        machine = make(kernel, world_size, 264, seed, more_defines={"PREFETCH": 1}, **options)
+        weights = Weights(machine, free)
+        for each in (plain, machine):
+            random_calls(each, seed, 4)  # type: ignore[arg-type]
+            each.run()
+        for one, other in zip(plain.calls, machine.calls, strict=True):
+            assert all(map(torch.equal, one.outputs(), other.outputs()))
+        grown = {(more - grid) for grid, more in weights.grids}
+        assert grown == {min(free // cluster, -(-3 // cluster)) * cluster}
         expect_each_line_once(machine, weights)
 
 

@@ -90,7 +90,7 @@ def test_another_norm_has_no_speed_up() -> None:
     ("capability", "kernel", "deviation"),
     [
         ((9, 0), "push_two_shot", None),
-        ((8, 0), "two_shot", "fell back to another kernel: needs compute capability 9.0, the device has 8.0"),
+        ((7, 0), "two_shot", "fell back to another kernel: needs compute capability 7.5, the device has 7.0"),
     ],
 )
 def test_rows_that_do_not_travel_in_codes_are_no_time_of_the_wire(

@@ -23,6 +23,8 @@ from tw_compile.kernels.collective.spec import NormSpec, Request, ResidualOut
 from tw_compile.kernels.runtime.program import Program
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+HOPPER, BLACKWELL = (9, 0), (10, 0)
+BEFORE_HOPPER = ((7, 5), (8, 0), (8, 6), (8, 9))
 HIDDEN_SIZES = (1024, 2880, 4096, 5120, 7168, 8192, 18432)
 MULTIMEM = ("multimem", "multimem_in_slot")
 WITH_BARRIERS: dict[str, Callable[[], BarrierKernel]] = {
@@ -41,6 +43,23 @@ PUSHES = {
 KINDS = (*PUSHES, "stream", "stream_in_slot", *MULTIMEM, "emulated_multimem")
 MOST_STACK_BYTES = 128
 """Of rows up to 8192: a few addresses, where a CTA of 1024 threads leaves 64 registers to each. Rows would need far more."""
+FORMS_OF_CALLS = pytest.mark.parametrize(
+    "form",
+    [
+        {"residual": False},
+        {"residual_out": "none"},
+        {"residual_out": "replicated", "residual_dtype": BF16, "bias": True},
+        {"dtype": FP16, "residual_dtype": FP16, "cast": FP16, "residual_out": "replicated"},
+        {"dtype": FP32, "bias": True},
+        {"dtype": FP32, "residual_out": "replicated"},
+        {"hidden_dtype": FP8},
+        {"hidden_dtype": FP8, "residual_out": "replicated", "residual_dtype": BF16},
+        {"epilogue": "layer_norm"},
+        {"epilogue": "layer_norm", "norm_bias": True},
+        {"dtype": FP32, "epilogue": "layer_norm", "norm_bias": True, "residual_out": "replicated"},
+    ],
+    ids=lambda form: " ".join(str(value).removeprefix("torch.") for value in form.values()),
+)
 
 
 def request(
@@ -76,10 +95,16 @@ def request(
 
 
 def program_of(
-    kind: str, asked: Request, world_size: int, patch: pytest.MonkeyPatch, *, arch: int = 9, staged: bool = True
+    kind: str,
+    asked: Request,
+    world_size: int,
+    patch: pytest.MonkeyPatch,
+    *,
+    capability: tuple[int, int] = HOPPER,
+    staged: bool = True,
 ) -> Program:
     """What the algorithm loads for the request; an in-slot result is not copied back, nor is in-slot ``x`` staged."""
-    patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (arch, 0))
+    patch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     state: Any = SimpleNamespace(world_size=world_size, device=torch.device("cuda", 0), rank=0, multimem=True)
     if kind.startswith("one_shot"):
         whole: dict[str, Any] = {"residual_sharded": False}
@@ -124,35 +149,50 @@ def test_rows_stay_in_registers(
 @pytest.mark.parametrize("hidden_size", HIDDEN_SIZES)
 def test_forms_of_models_compile_for_sm_100(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hidden_size: int) -> None:
     for kind in KINDS:
-        cubin = program_of(kind, request(hidden_size, cast=BF16), 8, monkeypatch, arch=10).cubin()
+        cubin = program_of(kind, request(hidden_size, cast=BF16), 8, monkeypatch, capability=BLACKWELL).cubin()
         if hidden_size <= 8192:
             assert stack_bytes(cubin, tmp_path) <= (0 if kind in MULTIMEM else MOST_STACK_BYTES), kind
 
 
-@pytest.mark.few(21)
-@pytest.mark.parametrize("arch", [9, pytest.param(10, marks=pytest.mark.full)])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "form",
-    [
-        {"residual": False},
-        {"residual_out": "none"},
-        {"residual_out": "replicated", "residual_dtype": BF16, "bias": True},
-        {"dtype": FP16, "residual_dtype": FP16, "cast": FP16, "residual_out": "replicated"},
-        {"dtype": FP32, "bias": True},
-        {"dtype": FP32, "residual_out": "replicated"},
-        {"hidden_dtype": FP8},
-        {"hidden_dtype": FP8, "residual_out": "replicated", "residual_dtype": BF16},
-        {"epilogue": "layer_norm"},
-        {"epilogue": "layer_norm", "norm_bias": True},
-        {"dtype": FP32, "epilogue": "layer_norm", "norm_bias": True, "residual_out": "replicated"},
-    ],
-    ids=lambda form: " ".join(str(value).removeprefix("torch.") for value in form.values()),
-)
-def test_every_form_compiles(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, form: dict[str, Any], kind: str, arch: int
+@pytest.mark.few(4)
+@pytest.mark.parametrize("capability", BEFORE_HOPPER)
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+@pytest.mark.parametrize("hidden_size", [2880, 4096, 8192])
+def test_rows_of_push_stay_in_registers_before_hopper(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hidden_size: int, world_size: int, capability: tuple[int, int]
 ) -> None:
-    cubin = program_of(kind, request(4096, **form), 4, monkeypatch, arch=arch, staged=False).cubin()
+    """Of the largest CTAs, too: 1024 threads have 64 registers each. Rows of 8192 of eight ranks spill as on Hopper."""
+    for kind in ("one_shot", "two_shot"):
+        program = program_of(kind, request(hidden_size, cast=BF16), world_size, monkeypatch, capability=capability)
+        spills = hidden_size == 8192 and world_size == 8
+        assert stack_bytes(program.cubin(), tmp_path) <= (48 if spills else 0), kind
+
+
+@pytest.mark.few(8)
+@pytest.mark.parametrize("capability", BEFORE_HOPPER)
+@pytest.mark.parametrize("kind", ["one_shot", "two_shot"])
+@FORMS_OF_CALLS
+def test_every_form_of_push_compiles_before_hopper(
+    monkeypatch: pytest.MonkeyPatch, form: dict[str, Any], kind: str, capability: tuple[int, int]
+) -> None:
+    asked = request(4096, **form)
+    state: Any = SimpleNamespace(world_size=4, device=torch.device("cuda", 0), rank=0)
+    program = program_of(kind, asked, 4, monkeypatch, capability=capability)
+    if asked.norm.hidden_dtype == FP8 and capability < (8, 9):
+        assert "needs compute capability 8.9" in str(PUSHES["two_shot"].obstacle(asked, state))
+    else:
+        assert PUSHES["two_shot"].obstacle(asked, state) is None
+        assert program.cubin().startswith(b"\x7fELF")
+
+
+@pytest.mark.few(21)
+@pytest.mark.parametrize("capability", [HOPPER, pytest.param(BLACKWELL, marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", KINDS)
+@FORMS_OF_CALLS
+def test_every_form_compiles(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, form: dict[str, Any], kind: str, capability: tuple[int, int]
+) -> None:
+    cubin = program_of(kind, request(4096, **form), 4, monkeypatch, capability=capability, staged=False).cubin()
     assert cubin.startswith(b"\x7fELF")
     if kind in MULTIMEM:
         assert stack_bytes(cubin, tmp_path) == 0
@@ -174,23 +214,29 @@ def sass_accesses(sass: str) -> set[str]:
     return set(re.findall(r"(?<![.\w])((?:LDG|STG|LD|ST|UBLKCP|ATOMG?|REDG?)\.[\w.]+)", sass))
 
 
-@pytest.mark.parametrize("arch", [9, 10])
+@pytest.mark.parametrize("capability", [*BEFORE_HOPPER, HOPPER, BLACKWELL])
 @pytest.mark.parametrize("kind", ["one_shot", "two_shot"])
 def test_push_moves_rows_in_strong_16_byte_accesses(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, arch: int
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, capability: tuple[int, int]
 ) -> None:
     asked = request(4096, residual_out="replicated", residual_dtype=BF16)
-    accesses = sass_accesses(dump(program_of(kind, asked, 4, monkeypatch, arch=arch).cubin(), tmp_path, "-sass"))
+    sass = dump(program_of(kind, asked, 4, monkeypatch, capability=capability).cubin(), tmp_path, "-sass")
+    accesses = sass_accesses(sass)
     strong = {access for access in accesses if "STRONG.SYS" in access}
     assert strong == {"LDG.E.128.STRONG.SYS", "STG.E.128.STRONG.SYS"}
     # What is narrower is the state of the inbox, and addresses.
-    assert accesses - strong == {"LDG.E.128", "STG.E.128", "LDG.E.64", "STG.E", "REDG.E.ADD.STRONG.GPU"}
+    adds = "REDG" if capability >= HOPPER else "RED"
+    rest = {access.removesuffix(".SYS") for access in accesses - strong}  # as Turing's ordinary accesses are called
+    assert rest == {"LDG.E.128", "STG.E.128", "LDG.E.64", "STG.E", f"{adds}.E.ADD.STRONG.GPU"}
+    assert not re.search(r"MEMBAR|CCTL|ERRBAR|\bATOM", sass), "waits for memory"
 
 
-@pytest.mark.parametrize("arch", [9, 10])
+@pytest.mark.parametrize("capability", [HOPPER, BLACKWELL])
 @pytest.mark.parametrize("kind", ["stream", "stream_in_slot"])
-def test_stream_moves_rows_in_bulk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, arch: int) -> None:
-    program = program_of(kind, request(4096), 4, monkeypatch, arch=arch)
+def test_stream_moves_rows_in_bulk(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, capability: tuple[int, int]
+) -> None:
+    program = program_of(kind, request(4096), 4, monkeypatch, capability=capability)
     accesses = sass_accesses(dump(program.cubin(), tmp_path, "-sass"))
     assert {"UBLKCP.S.G", "UBLKCP.G.S"} <= accesses
     # Flags alone are strong; the epoch and addresses are narrow.
@@ -217,13 +263,15 @@ def test_push_needs_no_order(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(between) <= {"st.global.u32"}
 
 
-@pytest.mark.parametrize("arch", [9, 10])
+@pytest.mark.parametrize("capability", [HOPPER, BLACKWELL])
 @pytest.mark.parametrize("kind", PUSHES)
 def test_push_waits_for_no_memory_at_its_end(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, arch: int
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, capability: tuple[int, int]
 ) -> None:
     """The next kernel waits for this one's end, so a memory barrier or an atomic's answer there would take its time."""
-    code = machine_instructions(program_of(kind, request(8192), 4, monkeypatch, arch=arch).cubin(), tmp_path)
+    code = machine_instructions(
+        program_of(kind, request(8192), 4, monkeypatch, capability=capability).cubin(), tmp_path
+    )
     check_end(code)
 
 
@@ -294,7 +342,7 @@ LOADED_SUM = {BF16: "BF16x8", FP16: "F16x8", FP32: "F32x4"}
 
 
 @pytest.mark.few(4)
-@pytest.mark.parametrize("arch", [9, 10])
+@pytest.mark.parametrize("capability", [HOPPER, BLACKWELL])
 @pytest.mark.parametrize("kind", MULTIMEM)
 @pytest.mark.parametrize("dtype", SUMS)
 @pytest.mark.parametrize("hidden_dtype", [None, FP8])
@@ -304,10 +352,10 @@ def test_multimem_moves_rows_by_the_switch_in_16_byte_accesses(
     kind: str,
     dtype: torch.dtype,
     hidden_dtype: torch.dtype | None,
-    arch: int,
+    capability: tuple[int, int],
 ) -> None:
     asked = request(8192, dtype, residual_out="replicated", residual_dtype=BF16, hidden_dtype=hidden_dtype)
-    program = program_of(kind, asked, 8, monkeypatch, arch=arch, staged=False)
+    program = program_of(kind, asked, 8, monkeypatch, capability=capability, staged=False)
     depth, vectors = int(dict(program.defines)["DEPTH"]), 2  # rows on their way, and parts of eight elements a thread
     sums = 2 * depth * vectors * dtype.itemsize // 2  # before the loop, and in it
     results = depth * vectors * (1 if hidden_dtype == FP8 else dtype.itemsize // 2)  # two threads put theirs together

@@ -272,6 +272,26 @@ def test_measured_kernels_of_two_ranks_are_predicted() -> None:
             assert fused_us(kernel, tokens, hidden, 2, sms, staged=True, narrow=True) == pytest.approx(us, rel=WITHIN)
 
 
+# Measured on 2x H100, 2026-11-25, hidden 8192, tokens: us on 2, 4, 8, 16, 32, 64 and 128 SMs
+# (benchmarks/results/2026-11-25-2xh100-kernel-tp2-sms.csv)
+PUSH_OF_TWO_H100 = {
+    1024: (1213.2, 616.1, 317.3, 167.6, 89.9, 56.4, 52.6),
+    4096: (4842.7, 2443.6, 1246.0, 642.3, 339.1, 222.2, 197.0),
+}
+# The same of 4x H100 on 128 SMs, tokens: us (2026-11-26-4xh100-kernel-wires-tp4.csv)
+PUSH_OF_FOUR_H100 = {256: 23.3, 1024: 77.3, 4096: 297.1, 16384: 1178.2}
+
+
+def test_push_of_h100_is_predicted_by_the_values_of_h200() -> None:
+    push = H100.fused["push"]
+    assert push == H200.fused["push"]
+    for tokens, times in PUSH_OF_TWO_H100.items():
+        for sms, us in zip((2, 4, 8, 16, 32, 64, 128), times, strict=True):
+            assert fused_us(push, tokens, 8192, 2, sms) == pytest.approx(us, rel=0.05)
+    for tokens, us in PUSH_OF_FOUR_H100.items():
+        assert fused_us(push, tokens, 8192, 4, 128) == pytest.approx(us, rel=0.05)
+
+
 # A layer by `tw-compile bench layer`; model, tokens: the fastest unfused one, no communication, fused
 LAYERS_OF_TWO = {
     ("llama-3.1-8b", 1024): (459.5, 388.8, 428.3),

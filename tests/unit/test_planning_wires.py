@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,30 @@ from typer.testing import CliRunner
 from tw_compile.cli.app import app
 from tw_compile.kernels.algorithms import ALGORITHMS
 from tw_compile.kernels.collective.planned_wires import planned_wires, row_shares
+from tw_compile.kernels.collective.spec import MAX_OVERLAP_SMS
 from tw_compile.models.config import load_config, tensor_parallel_plan
 from tw_compile.passes.reasons import SplitRefusal
 from tw_compile.passes.split.analysis import choose
 from tw_compile.passes.split.analysis.choose import NotSplit
 from tw_compile.passes.split.analysis.layer import GraphLayer
 from tw_compile.passes.split.analysis.token_axis import TokenAxis
-from tw_compile.planning import DeviceProfile, LayerShape, Link, Mode, Wires, layer_shape, load_profile, plan_layer
-from tw_compile.planning.communication import EXACT_ROWS, fused_us, link_us, sm_us, traffic_bytes
-from tw_compile.planning.device import CODED_KERNELS
+from tw_compile.planning import (
+    DeviceProfile,
+    LayerShape,
+    Link,
+    Mode,
+    Plan,
+    Wires,
+    layer_shape,
+    load_profile,
+    plan_layer,
+)
+from tw_compile.planning.communication import EXACT_ROWS, beside_us, fused_us, link_us, sm_us, traffic_bytes
+from tw_compile.planning.device import CODED_KERNELS, MOST_SMS_BESIDE
 from tw_compile.planning.links import shipped_link
 
-H100, H200, LINK = load_profile("H100"), load_profile("H200"), shipped_link()
+B200, H100, H200 = (load_profile(name) for name in ("B200", "H100", "H200"))
+LINK = shipped_link()
 TOKENS = 4096
 
 
@@ -101,19 +114,37 @@ def test_each_window_has_the_rows_of_the_sum_that_travels_in_it() -> None:
 
 def test_calls_in_codes_beside_compute_are_those_of_the_kernel_that_has_wires() -> None:
     plan = plan_layer(H200, LAYER, TOKENS, wires=INT8, first=2048, min_gain=0.0)
-    push = H200.fused["push"].ctas
-    assert plan.windows and all(window.ctas in push for window in plan.windows)
+    push, rows = H200.fused["push"], row_shares("int8", LAYER.hidden_size)
+
+    def of_push(plan: Plan) -> list[bool]:
+        return [
+            window.communication_us == beside_us(H200, push, 2048, LAYER.hidden_size, 2, window.ctas, False, rows)
+            for window in plan.windows
+        ]
+
+    assert of_push(plan) == [True] * len(plan.windows) and plan.windows
+    assert {window.ctas for window in plan.windows} <= {4, 8, 16, 32}, "what a call beside compute can have"
     mixed = plan_layer(H200, LAYER, TOKENS, wires=MLP_INT8, first=2048, attention="split", min_gain=0.0)
-    assert [window.ctas in push for window in mixed.windows] == [True, False, False, True]
+    assert of_push(mixed) == [True, False, False, True]
 
 
-@pytest.mark.parametrize(("kernel", "words"), [("multimem", "with multicast"), (None, "with H100's kernels")])
+def test_calls_beside_compute_are_planned_for_the_sms_that_they_can_have() -> None:
+    assert MOST_SMS_BESIDE == MAX_OVERLAP_SMS
+    for profile in (H100, H200):
+        push = profile.fused["push"]
+        assert push.ctas == (4, 8, 16, 32, 64, 128) and push.ctas_beside == (4, 8, 16, 32)
+    assert replace(push, ctas=(64, 128)).ctas_beside == (MOST_SMS_BESIDE,)
+
+
+@pytest.mark.parametrize(("kernel", "words"), [("multimem", "with multicast"), (None, "with B200's kernels")])
 def test_what_has_no_codes_is_not_planned_with_them(kernel: str | None, words: str) -> None:
     with pytest.raises(ValueError, match=f"wire: expected exact {words}.*, got int8"):
-        plan_layer(H100, LAYER, TOKENS, kernel=kernel, wires=INT8)
+        plan_layer(H100 if kernel else B200, LAYER, TOKENS, kernel=kernel, wires=INT8)
 
 
-@pytest.mark.parametrize(("profile", "transport"), [(H200, "host"), (H200, "p2p"), (H100, "p2p"), (H100, "host")])
+@pytest.mark.parametrize(
+    ("profile", "transport"), [(H200, "host"), (H200, "p2p"), (H100, "p2p"), (B200, "p2p"), (B200, "host")]
+)
 def test_graphs_are_planned_with_the_wires_of_their_calls(
     profile: DeviceProfile, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,7 +153,7 @@ def test_graphs_are_planned_with_the_wires_of_their_calls(
     monkeypatch.setattr(choose, "_attention", lambda question, axis: "auto")
     question: Any = choose._Question(None, choose.Config(), profile, None, choose._compute, LINK)  # type: ignore[arg-type]
     planners = choose._planners(question, [TokenAxis("token", TOKENS, 1, {})])
-    if (profile, transport) == (H100, "p2p"):
+    if (profile, transport) == (B200, "p2p"):
         assert isinstance(planners, NotSplit) and planners.reason == SplitRefusal.TRANSPORT_NOT_PLANNED
         assert "no kernel whose rows travel in codes" in planners.detail and "int8" in planners.detail
         return
@@ -157,7 +188,7 @@ def test_plan_has_the_wire_that_it_is_asked_for(tmp_path: Path) -> None:
         (["--wire", "auto"], "--wire: expected one of exact, int8, int6, got 'auto'"),
         (["--wire", "int4"], "'int4', which gathers normalised rows in 4 bits"),
         (["--wire", "int8", "--model", "gpt-oss-20b"], "the hidden size 2880 is no multiple of 128, got 'int8'"),
-        (["--wire", "int8", "--device-profile", "H100"], "H100's profile has no kernel whose rows travel in codes"),
+        (["--wire", "int8", "--device-profile", "B200"], "B200's profile has no kernel whose rows travel in codes"),
         (
             ["--wire", "int8", "--device-profile", "H100", "--kernel", "multimem"],
             "--kernel multimem, whose switch adds rows as they are",
@@ -177,6 +208,6 @@ def test_explain_plans_messages_with_the_wire_that_they_get(tmp_path: Path) -> N
     for message, wires in ((small, Wires()), (large, INT8)):
         planned = plan_layer(H200, LAYER, message["tokens"], kernel="stream", wires=wires)
         assert message["split"]["plan"]["predicted"]["fused_us"] == planned.predicted.fused_us
-    h100 = told([*args, "--wire-min-bytes", "0", "--device-profile", "H100"], tmp_path / "explain.json")
-    assert {message["split"]["reason"] for message in h100["messages"]} == {SplitRefusal.TRANSPORT_NOT_PLANNED}
-    assert {message["split"]["mode"] for message in h100["messages"]} == {Mode.OFF}
+    b200 = told([*args, "--wire-min-bytes", "0", "--device-profile", "B200"], tmp_path / "explain.json")
+    assert {message["split"]["reason"] for message in b200["messages"]} == {SplitRefusal.TRANSPORT_NOT_PLANNED}
+    assert {message["split"]["mode"] for message in b200["messages"]} == {Mode.OFF}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from machine_code import dump, resources
-from test_cuda_kernels import BF16, MOST_STACK_BYTES, program_of, replace_fields, request
+from test_cuda_kernels import BEFORE_HOPPER, BF16, HOPPER, MOST_STACK_BYTES, program_of, replace_fields, request
 from test_host_kernels_code import program_of as host_program_of
 
 from tw_compile.kernels.algorithms.host.host_words import HostWords
@@ -29,6 +29,7 @@ from tw_compile.kernels.collective.spec import Request, operands_of
 from tw_compile.kernels.runtime.program import Program
 
 KINDS = ("one_shot", "two_shot", "words")
+IN_CLUSTERS = ("one_shot_clusters", "one_shot_pairs", "two_shot_clusters", "two_shot_pairs")
 MIB = 2**20
 
 
@@ -36,13 +37,13 @@ def asking(asked: Request) -> Request:
     return replace_fields(asked, prefetch=[torch.empty(4096, 4096, device="meta")], prefetch_bytes=8 * MIB)
 
 
-def of(kind: str, asked: Request, patch: pytest.MonkeyPatch, capability: int = 9) -> Program:
+def of(kind: str, asked: Request, patch: pytest.MonkeyPatch, capability: tuple[int, int] = HOPPER) -> Program:
     if kind == "words":
-        return host_program_of(kind, replace_fields(asked, residual_sharded=False), 2, patch, (capability, 0))
-    return program_of(kind, asked, 2, patch, arch=capability)
+        return host_program_of(kind, replace_fields(asked, residual_sharded=False), 2, patch, capability)
+    return program_of(kind, asked, 2, patch, capability=capability)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *IN_CLUSTERS])
 def test_ctas_that_prefetch_wait_for_nothing_and_rows_keep_their_registers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
 ) -> None:
@@ -53,16 +54,23 @@ def test_ctas_that_prefetch_wait_for_nothing_and_rows_keep_their_registers(
     ways = [ptx.partition(f"{target}:")[2].partition("ret;")[0] for target in targets]
     (prefetches,) = (way for way in ways if "griddepcontrol" not in way)
     assert "cp.async.bulk.prefetch.L2.global" in prefetches
-    assert not re.search(r"\bbar\w*\.sync|\batom|\bld\.(global|relaxed|acquire)|\bst\.", prefetches)
+    assert not re.search(r"\bbar\w*\.(sync|cluster)|\batom|\bld\.(global|relaxed|acquire)|\bst\.", prefetches)
     assert "bulk.prefetch" not in plain.ptx()
     assert "UBLKPF" in dump(asks.cubin(), tmp_path, "-sass") and "UBLKPF" not in dump(plain.cubin(), tmp_path, "-sass")
     assert resources(asks.cubin(), tmp_path)["STACK"] <= MOST_STACK_BYTES, "rows are in memory"
 
 
-def test_older_devices_ask_sector_by_sector(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = asking(request(4096, cast=BF16, residual_out="replicated"))
-    found = host_program_of("words", asked, 2, monkeypatch, (7, 5)).ptx()
-    assert "prefetch.global.L2" in found and "cp.async.bulk" not in found
+@pytest.mark.few(6)
+@pytest.mark.parametrize("capability", BEFORE_HOPPER)
+@pytest.mark.parametrize("kind", KINDS)
+def test_older_devices_ask_sector_by_sector(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, capability: tuple[int, int]
+) -> None:
+    asked = request(4096, cast=BF16, residual_out="replicated")
+    plain, asks = (of(kind, one, monkeypatch, capability) for one in (asked, asking(asked)))
+    assert "prefetch.global.L2" in asks.ptx() and "prefetch.global.L2" not in plain.ptx()
+    assert "cp.async.bulk" not in asks.ptx() and "griddepcontrol" not in asks.ptx()
+    assert resources(asks.cubin(), tmp_path)["STACK"] == 0
 
 
 # --- what is launched ------------------------------------------------------------------------------------------------
@@ -78,20 +86,30 @@ def launches(kernel: Any, asked: Request, sms: int, patch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("kernel", "rows", "ctas_an_sm"), [(Push(True), 16, 2), (Push(False), 8, 2), (HostWords(), 16, 1)]
+    ("kernel", "rows", "ctas_an_sm", "cluster"),
+    [
+        (Push(True), 16, 2, 1),
+        (Push(False), 8, 2, 1),
+        (Push(True, cluster=4), 64, 2, 4),
+        (Push(False, cluster=2), 16, 2, 2),
+        (HostWords(), 16, 1, 1),
+    ],
 )
 def test_a_grid_has_more_ctas_where_sms_are_free(
-    monkeypatch: pytest.MonkeyPatch, kernel: Any, rows: int, ctas_an_sm: int
+    monkeypatch: pytest.MonkeyPatch, kernel: Any, rows: int, ctas_an_sm: int, cluster: int
 ) -> None:
+    """``rows``: CTAs that have rows. All others are whole clusters."""
     asked = request(4096, cast=BF16, residual_out="replicated")
     ((params, grid),) = launches(kernel, asked, 132, monkeypatch)
     assert (grid, [*params.prefetch.bytes]) == (rows, [0] * MOST_TENSORS)
     ((params, grid),) = launches(kernel, asking(asked), 132, monkeypatch)
     assert (grid, params.prefetch.row_ctas) == (132 * ctas_an_sm, rows)
     assert [*params.prefetch.bytes] == [8 * MIB, 0, 0, 0]
-    few = replace_fields(asking(asked), prefetch_bytes=3 * PIECE + 16)
+    ((params, grid),) = launches(kernel, asking(asked), 131, monkeypatch)
+    assert grid % cluster == 0 and 131 * ctas_an_sm - cluster < grid <= 131 * ctas_an_sm
+    few = replace_fields(asking(asked), prefetch_bytes=4 * PIECE + 16)
     ((params, grid),) = launches(kernel, few, 132, monkeypatch)
-    assert grid == rows + 4, "no more than there are pieces"
+    assert grid == rows + -(-5 // cluster) * cluster, "no more than there are pieces"
     ((params, grid),) = launches(kernel, asking(asked), rows // ctas_an_sm, monkeypatch)
     assert (grid, [*params.prefetch.bytes]) == (rows, [0] * MOST_TENSORS), "no SM is free"
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from machine_code import resources
-from test_cuda_kernels import BF16, FP8, FP32, request
+from test_cuda_kernels import BF16, BLACKWELL, FP8, FP32, HOPPER, request
 
 from tw_compile.kernels.algorithms.host.host_rows import HostRows
 from tw_compile.kernels.algorithms.host.host_words import HostWords
@@ -24,10 +24,9 @@ from tw_compile.kernels.collective.cuda_variant import MAKES_NO_SCALES
 from tw_compile.kernels.collective.spec import Request
 from tw_compile.kernels.runtime.program import Program
 
-HOPPER, BLACKWELL = (9, 0), (10, 0)
 KERNELS: dict[str, tuple[Callable[[], Any], tuple[tuple[int, int], ...]]] = {
-    "push_one_shot": (lambda: Push(True), (HOPPER, (12, 0))),
-    "push_two_shot": (lambda: Push(False), (HOPPER, BLACKWELL, (12, 0))),
+    "push_one_shot": (lambda: Push(True), ((8, 9), HOPPER, (12, 0))),
+    "push_two_shot": (lambda: Push(False), ((8, 9), HOPPER, BLACKWELL, (12, 0))),
     "stream": (Stream, (HOPPER, BLACKWELL)),
     "host_words": (HostWords, ((8, 9), HOPPER)),
     "host_one_shot": (lambda: HostRows(True), ((8, 9), HOPPER)),
@@ -53,7 +52,7 @@ def program_of(kernel: str, given: Request, capability: tuple[int, int], patch: 
     return program
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(8)
 @pytest.mark.parametrize("columns", [128, 8192])
 @pytest.mark.parametrize(
     ("kernel", "capability"), [(name, capability) for name, (_, all_of) in KERNELS.items() for capability in all_of]

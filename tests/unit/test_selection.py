@@ -209,11 +209,28 @@ def test_a_wire_goes_to_the_kernel_that_has_it(
 
 
 def test_without_a_kernel_for_it_rows_travel_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (7, 0))
     for chooser in (Selector(STEPS), Insist(SharingPush(False))):
         settled = chooser.settled(coded("int6"), STATE)
         assert settled == replace(coded("int6"), x=settled.x, wire="exact")
         assert isinstance(chooser.choose(settled, STATE), TwoShot)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9)])
+def test_before_hopper_push_serves_alone_beside_other_work_and_in_codes(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
+) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    for world_size in (2, 4, 8):
+        selector = Selector(selection.default_steps("p2p", world_size))
+        state: Any = SimpleNamespace(world_size=world_size, rank=0)
+        for asked, name in (
+            (coded("exact"), "push_one_shot"),
+            (coded("exact", tokens=40_000), "push_two_shot"),
+            (coded("exact", 8, tokens=4000), "push_two_shot"),
+            (coded("int8", tokens=4000), "push_two_shot"),
+        ):
+            assert selector.settled(asked, state) is asked and selector.choose(asked, state).name == name
 
 
 @pytest.mark.parametrize("overlap_sms", [0, 4])

@@ -81,7 +81,6 @@ def test_rows_are_shared_while_all_clusters_run_at_once(
     ("changed", "why"),
     [
         ({"overlap_sms": 16}, "other work has the other SMs"),
-        ({"prefetch": [torch.zeros(1)], "prefetch_bytes": 1}, "other SMs prefetch"),
         ({"wire": "int8"}, "codes are made for groups of columns"),
     ],
 )
@@ -89,6 +88,20 @@ def test_rows_are_not_shared(changed: dict[str, Any], why: str) -> None:
     algorithm = SharingPush(False)
     assert algorithm.shares(request(1), state()) == 4
     assert algorithm.shares(request(1, **changed), state()) == 1, why
+
+
+def test_rows_are_shared_beside_ctas_that_prefetch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clusters' kernels with PREFETCH are loaded, and the grid has whole clusters."""
+    asked = request(1, prefetch=[torch.zeros(2**20, dtype=torch.uint8)], prefetch_bytes=2**20)
+    programs: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        "tw_compile.kernels.algorithms.row_kernel.prepare",
+        lambda program, index: programs.append(dict(program.defines)),
+    )
+    algorithm = SharingPush(True)
+    assert algorithm.shares(asked, state()) == 4
+    algorithm.prepare(asked, state(), 0)
+    assert [(one["CLUSTER"], one["PREFETCH"]) for one in programs] == [(1, 1), (4, 1), (2, 1)]
 
 
 def test_short_and_long_rows_and_few_sms_are_not_shared() -> None:
@@ -107,6 +120,19 @@ def test_scales_and_small_devices_are_left_to_one_cta(monkeypatch: pytest.Monkey
     assert SharingPush(True).shares(scaled, state()) == 1
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=16))
     assert SharingPush(True).shares(asked, state()) == 1
+
+
+@pytest.mark.parametrize("one_shot", [True, False])
+def test_devices_without_clusters_leave_rows_to_one_cta(monkeypatch: pytest.MonkeyPatch, one_shot: bool) -> None:
+    """An A100 has SMs enough, but no clusters: nothing is loaded for them."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=108))
+    loaded: list[str] = []
+    monkeypatch.setattr(Push, "_kernel", lambda self, *rest: loaded.append(self.name))
+    algorithm = SharingPush(one_shot)
+    assert algorithm.shares(request(1), state()) == 1
+    algorithm.prepare(request(1), state(), 0)
+    assert loaded == [algorithm.name]
 
 
 @pytest.mark.parametrize("one_shot", [True, False])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from machine_code import dump, instructions, resources
-from test_cuda_kernels import BF16, FP8, FP16, FP32, request, sass_accesses
+from test_cuda_kernels import BEFORE_HOPPER, BF16, FP8, FP16, FP32, request, sass_accesses
 
 from tw_compile.kernels.algorithms.host.host_rows import HostRows, shape_for, stage_budget
 from tw_compile.kernels.algorithms.push.push import Push, threads_for
@@ -18,8 +18,7 @@ from tw_compile.kernels.collective.spec import Request
 from tw_compile.kernels.collective.wires import EXACT, WIRES
 from tw_compile.kernels.runtime.program import Program
 
-OF_PEERS = ((9, 0), (10, 0), (12, 0))
-OF_HOST = ((7, 5), (8, 0), (8, 6), (8, 9), *OF_PEERS)
+CAPABILITIES = (*BEFORE_HOPPER, (9, 0), (10, 0), (12, 0))
 IN_CODES = [name for name in WIRES if name != EXACT]
 KERNELS = {"push": lambda: Push(False), "host_rows": lambda: HostRows(False)}
 
@@ -38,10 +37,8 @@ def on(wire: str, asked: Request) -> Request:
 
 @pytest.mark.few(10)
 @pytest.mark.parametrize("wire", IN_CODES)
-@pytest.mark.parametrize(
-    ("kind", "capability"),
-    [*(("push", capability) for capability in OF_PEERS), *(("host_rows", capability) for capability in OF_HOST)],
-)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("kind", KERNELS)
 def test_compiles_for_every_architecture_without_local_memory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, capability: tuple[int, int], wire: str
 ) -> None:
@@ -108,7 +105,7 @@ def test_codes_need_less_memory(hidden_size: int) -> None:
     exact = Push(False).needs(asked, 2)["inbox"]
     for wire, share in (("int8", 0.53), ("int6", 0.43), ("int4", 0.34)):
         assert Push(False).needs(on(wire, asked), 2)["inbox"] < share * exact
-        for capability in OF_HOST:
+        for capability in CAPABILITIES:
             shape = shape_for(on(wire, asked), 2, False, stage_budget(capability))
             assert shape.ring > shape.ahead >= max(shape.depth, 1)
             assert shape.depth == 0 or shape.shared_bytes <= stage_budget(capability)

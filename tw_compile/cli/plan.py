@@ -133,7 +133,7 @@ def plan(
         if layer.has_dense_mlp
         else []
     )
-    known = evidence(profile, served_by, link)
+    known = evidence(profile, served_by, link, wires)
     published = None if link is not None else beside_published(model, tp, layer.hidden_size, profile, kernel, plans)
     report = {
         "schema_version": SCHEMA_VERSION,

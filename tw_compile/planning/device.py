@@ -22,6 +22,8 @@ from tw_compile.planning.tables import read_table
 
 USER_FILE = "device.toml"
 Traffic = Literal["multicast", "two_shot"]
+MOST_SMS_BESIDE = 32
+"""The most SMs that a call beside compute can have."""
 MEASURED_RANKS = 4
 """The most ranks that have been seen to wait for each other beside GEMMs."""
 
@@ -118,7 +120,7 @@ class FusedKernel:
         cta_gb_per_s: The rate at which a lone CTA loads and stores, all bytes counted, see :func:`communication.sm_us`.
         row_us: Microseconds that a CTA needs for a row that it sums, beyond those for the bytes.
         sharpness: How abruptly the CTAs' rate turns into that of the links, see :func:`communication.fused_us`.
-        ctas: The numbers of CTAs to choose from, ascending.
+        ctas: The numbers of CTAs to choose from, ascending. Those above ``MOST_SMS_BESIDE`` are for calls alone.
         cluster: The most CTAs that it keeps together in one group of SMs; 1 where they are dealt out to all groups.
         in_slot: Whether results can be read where peers write them, instead of being copied.
     """
@@ -136,6 +138,11 @@ class FusedKernel:
     @property
     def multicast(self) -> bool:
         return self.traffic == "multicast"
+
+    @property
+    def ctas_beside(self) -> tuple[int, ...]:
+        """The numbers of CTAs to choose from beside compute."""
+        return tuple(ctas for ctas in self.ctas if ctas <= MOST_SMS_BESIDE) or (MOST_SMS_BESIDE,)
 
 
 @dataclass(frozen=True)
@@ -212,9 +219,9 @@ class DeviceProfile:
         return self.fused[key]
 
     @property
-    def coded_kernel(self) -> FusedKernel | None:
-        """The kernel that serves calls whose rows travel in codes; None where the profile has none."""
-        return next((self.fused[name] for name in CODED_KERNELS if name in self.fused), None)
+    def coded_kernel(self) -> str | None:
+        """The name of the kernel that serves calls whose rows travel in codes; None where the profile has none."""
+        return next((name for name in CODED_KERNELS if name in self.fused), None)
 
     def kernel_of_transport(self, transport: str, named: bool) -> str | None:
         """The kernel that plans are for where messages travel by ``transport``; None where there is none.

@@ -57,7 +57,7 @@ class LinkTransport:
     cluster: int = 1
 
     @property
-    def ctas(self) -> tuple[int, ...]:
+    def ctas_beside(self) -> tuple[int, ...]:
         """The numbers of CTAs to choose from, as :class:`~tw_compile.planning.device.FusedKernel` has them."""
         return (self.sms,)
 

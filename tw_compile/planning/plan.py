@@ -21,9 +21,9 @@ MAX_CANDIDATES = 32
 # joined attention, and more equal halves before others.
 RESOLUTION = 0.01
 
-UNEVEN = 0.127
+UNEVEN = 0.08
 """What halves of different sizes cost beyond the time of their windows: this share of it, times the difference of the sizes as
-a share of all tokens. So 3 and 5 eighths of the tokens take 3.2% longer, as seven measured layers did on average
+a share of all tokens. So 3 and 5 eighths of the tokens take 2.0% longer, as seven measured layers did on average
 (``configs/layers``). Halves of equal size took what their windows say. Windows count waves, and other sizes are chosen because
 they fill waves. But a GPU at its power limit runs full waves at a lower clock, so that gains less
 (``benchmarks/halves-notes.md``). It does not count for layers with experts, nor where every GEMM is too short for the limit
@@ -190,7 +190,7 @@ def plan_layer(
     """
     transport = UNFUSED if kernel is None else kernel
     calls = profile.fused_kernel(kernel) if link is None else link.transport(transport)
-    min_gain = evidence(profile, kernel, link).margin if min_gain is None else min_gain
+    min_gain = evidence(profile, kernel, link, wires).margin if min_gain is None else min_gain
     batch = _checked(tokens, sequences, attention, first, row_multiple, min_gain)
     costs = Costs(profile, layer, calls, batch, gemms_leave_sms, link, joins_gemms, wires)
     unfused, silent, fused, ctas = _unsplit(costs, tokens)
@@ -240,15 +240,19 @@ def plan_layer(
     )
 
 
-def evidence(profile: DeviceProfile, kernel: str | None = None, link: Link | None = None) -> Evidence:
+def evidence(
+    profile: DeviceProfile, kernel: str | None = None, link: Link | None = None, wires: Wires = ALL_EXACT
+) -> Evidence:
     """How far the planner is off for ``profile``'s device with ``kernel``, a fused kernel; default: the profile's own.
 
-    With ``link``, ``kernel`` is a transport; default: ``nccl``. The errors are those of the shipped profile and link. A tuned
-    profile or link is believed as much.
+    With ``link``, ``kernel`` is a transport; default: ``nccl``. Over peer memory, calls with ``wires`` have a kernel of their
+    own (:attr:`DeviceProfile.coded_kernel`), and layers with that kernel count. The errors are those of the shipped profile and
+    link. A tuned profile or link is believed as much.
     """
     device = next((name for name in profile.device_names if shipped_profile(name) is not None), None)
     if link is None:
-        name, over = profile.kernel if kernel is None else kernel, ""
+        coded = profile.coded_kernel if wires != ALL_EXACT else None
+        name, over = coded or kernel or profile.kernel, ""
     else:
         name, over = UNFUSED if kernel is None else kernel, link.name
     if device is not None:
@@ -316,7 +320,7 @@ def _unsplit(costs: Costs, tokens: int) -> tuple[float, float, float, int]:
     sums = layer.attention_summed + layer.mlp_summed
     silent = compute if costs.norm_apart else compute + sums * costs.norm_us(tokens)
     if not sums:
-        return silent, silent, silent - compute + joined, costs.kernel.ctas[0]
+        return silent, silent, silent - compute + joined, costs.kernel.ctas_beside[0]
     parts = [part for part, summed in ((ATTENTION, layer.attention_summed), (MLP, layer.mlp_summed)) if summed]
     calls = [costs.call_alone(tokens, part) for part in parts]
     ctas, us = max(ctas for ctas, _ in calls), sum(us for _, us in calls)
@@ -351,7 +355,7 @@ def candidate_sizes(costs: Costs, tokens: int, starts: Iterable[int], multiple: 
         sms = costs.profile.sms
         joint = [candidate for candidate in (costs.joint_qkv, costs.joint_gate_up) if candidate is not None]
         for gemm in dict.fromkeys((*(of_layer.of_half(costs.profile) for of_layer in costs.layer.gemms), *joint)):
-            beside = [costs.profile.sms_beside(kernel, ctas) for kernel in costs.kernels for ctas in kernel.ctas]
+            beside = [costs.profile.sms_beside(kernel, ctas) for kernel in costs.kernels for ctas in kernel.ctas_beside]
             for budget in dict.fromkeys((sms, *beside)):
                 tile = costs.gemm(gemm, middle or 1, budget).tile
                 for size in full_wave_tokens(gemm, tile, budget, middle):

@@ -174,7 +174,7 @@ class Costs:
                     else f"{self.profile.name}'s kernels"
                 )
                 raise ValueError(f"wire: expected exact with {what}, got {rows.wire}")
-            kernel = coded
+            kernel = self.profile.fused[coded]
         return _Calls(kernel, rows)
 
     def gemm(self, gemm: Gemm, tokens: int, sms: int) -> GemmTime:
@@ -271,7 +271,7 @@ class Costs:
             return self._window(computes, half, steps, 0, 0, False)
         options = [
             self._window(computes, half, steps, message_tokens, ctas, in_slot, summed)
-            for ctas in self._calls[summed].kernel.ctas
+            for ctas in self._calls[summed].kernel.ctas_beside
         ]
         costs = [max(window.compute_us, SLACK * window.communication_us) for window in options]
         return next(window for window, cost in zip(options, costs, strict=True) if cost <= NEAR * min(costs))

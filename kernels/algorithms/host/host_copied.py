@@ -34,7 +34,7 @@ import torch
 
 from tw_compile import compat
 from tw_compile.kernels.collective.algorithm import Algorithm
-from tw_compile.kernels.collective.cuda_variant import HOST_KERNELS, aligned, row_obstacle
+from tw_compile.kernels.collective.cuda_variant import LOADS_AND_STORES, aligned, row_obstacle
 from tw_compile.kernels.collective.slot import PIECES, GroupState, Slot
 from tw_compile.kernels.collective.spec import Request, row_range, rows_per_rank, scales_of
 from tw_compile.kernels.collective.transport import Started
@@ -178,7 +178,7 @@ class HostCopied(Algorithm):
 
     def obstacle(self, request: Request, state: GroupState) -> str | None:
         """See :class:`Algorithm`."""
-        if (obstacle := row_obstacle(request, HOST_KERNELS, scales=True)) is not None:
+        if (obstacle := row_obstacle(request, LOADS_AND_STORES, scales=True)) is not None:
             return obstacle
         if EPILOGUES[request.norm.epilogue].local_kernel is None:
             return f"epilogue {request.norm.epilogue} has no kernel for rows of one rank"

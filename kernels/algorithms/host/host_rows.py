@@ -11,9 +11,9 @@ import torch
 
 from tw_compile.kernels.algorithms.row_kernel import RowKernel
 from tw_compile.kernels.collective.cuda_variant import (
-    HOST_KERNELS,
+    HOPPER,
     LAST_FIELDS,
-    PEER_KERNELS,
+    LOADS_AND_STORES,
     POINTER_FIELDS,
     VECTOR,
     address,
@@ -181,7 +181,7 @@ class HostRows(RowKernel):
     source = Path(__file__).with_name("host_rows.cu")
     params = HostRowsParams
     most_sms = MAX_CTAS
-    min_capability = HOST_KERNELS
+    min_capability = LOADS_AND_STORES
     wires = True
 
     def __init__(self, one_shot: bool, max_sms: int = 8) -> None:
@@ -213,7 +213,7 @@ class HostRows(RowKernel):
 
     def _cluster(self, request: Request, state: GroupState) -> int:
         """CTAs of a cluster: may be more than one beside other work (``side_stream.py``) on devices that have clusters."""
-        if not request.overlap_sms or torch.cuda.get_device_capability(state.device) < PEER_KERNELS:
+        if not request.overlap_sms or torch.cuda.get_device_capability(state.device) < HOPPER:
             return 1
         return cluster_size(self._ctas(request, state), state.device)
 

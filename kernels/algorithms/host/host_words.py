@@ -9,8 +9,8 @@ from typing import Any
 
 from tw_compile.kernels.algorithms.row_kernel import RowKernel
 from tw_compile.kernels.collective.cuda_variant import (
-    HOST_KERNELS,
     LAST_FIELDS,
+    LOADS_AND_STORES,
     POINTER_FIELDS,
     VECTOR,
     address,
@@ -95,7 +95,7 @@ class _Words(RowKernel):
     source = Path(__file__).with_name("host_words.cu")
     params = HostWordsParams
     most_sms = 128
-    min_capability = HOST_KERNELS
+    min_capability = LOADS_AND_STORES
     prefetches = True
 
     def __init__(self, max_sms: int, at_once: int) -> None:

@@ -57,6 +57,7 @@ def _forced(name: str, one_shot: bool, cluster: int) -> AlgorithmEntry:
         sms=128,
         most_sms=128,
         needs_whole_residual=one_shot,
+        prefetches=True,
         instead="push_two_shot" if one_shot else None,
         benchmarked=(Benchmarked("tw-" + name.replace("_", "-"), sharded=not one_shot, on_request=True),),
         checked=(Checked(name, beside=False),) if cluster > 1 else (),

@@ -95,9 +95,6 @@ static_assert(!FED || (!ONE_SHOT && RESIDUAL_OUT != ALL_ROWS && !ResultRow::CODE
 static_assert(!ONE_SHOT || (!RESIDUAL_SHARDED && RESIDUAL_OUT != OWN_ROWS), "one-shot needs and gives all rows");
 static_assert(!ONE_SHOT || !SumRow::CODED, "only owners of rows read codes");
 static_assert(CLUSTER == 1 || (!FED && SCALE_COLUMNS == 0 && !SumRow::CODED && !ResultRow::CODED), "not what CTAs share");
-#if CLUSTER > 1 && PREFETCH
-#error "CTAs that prefetch would be in clusters, too"
-#endif
 
 inline constexpr int ROW_THREADS = CLUSTER * THREADS;
 using Row = RowPart<ROW_THREADS>;

@@ -9,8 +9,9 @@ from typing import Any
 from tw_compile.kernels.algorithms.push.entries import CLUSTERS
 from tw_compile.kernels.algorithms.row_kernel import RowKernel
 from tw_compile.kernels.collective.cuda_variant import (
+    HOPPER,
     LAST_FIELDS,
-    PEER_KERNELS,
+    LOADS_AND_STORES,
     POINTER_FIELDS,
     VECTOR,
     address,
@@ -88,7 +89,7 @@ class Push(RowKernel):
     source = Path(__file__).with_name("push.cu")
     params: type[Structure] = PushParams
     most_sms = 128
-    min_capability = PEER_KERNELS
+    min_capability = LOADS_AND_STORES
     wires = True
     prefetches = True
 
@@ -96,7 +97,9 @@ class Push(RowKernel):
         name = "push_one_shot" if one_shot else "push_two_shot"
         super().__init__(name if cluster == 1 else f"{name}_{CLUSTERS[cluster]}", one_shot, max_sms)
         self._cluster = cluster
-        self.wires = self.prefetches = cluster == 1
+        self.wires = cluster == 1
+        if cluster > 1:
+            self.min_capability = HOPPER
 
     def obstacle(self, request: Request, state: GroupState) -> str | None:
         """See :class:`Algorithm`."""
@@ -181,7 +184,7 @@ class Push(RowKernel):
                 **self._more_params(slot),
             )
             launches.append((params, self._cluster * min(end - begin, clusters)))
-        return self.with_prefetch(request, state, launches, ctas_each) if self.prefetches else launches
+        return self.with_prefetch(request, state, launches, ctas_each, self._cluster)
 
     def _more_params(self, slot: Slot) -> dict[str, Any]:
         """Additional parameters that only a subclass's ``params`` have."""

@@ -49,7 +49,7 @@ def parts_us(costs: Costs, sizes: Sequence[int]) -> float:
         for first, size in zip(begins, sizes, strict=True)
     ]
     mlp = [_stage(costs, costs.mlp_part(size, half=True)) for size in sizes]
-    layer, ctas = costs.layer, costs.kernel.ctas[-1]
+    layer, ctas = costs.layer, costs.kernel.ctas_beside[-1]
     sums = [
         communication.beside_us(costs.profile, costs.kernel, size, layer.hidden_size, layer.world_size, ctas)
         for size in sizes
@@ -110,7 +110,7 @@ class _Lanes:
 def _stage(costs: Costs, steps: Sequence[Computation]) -> tuple[float, float]:
     """Microseconds of ``steps`` with a sum that travels beside all of them, and without one."""
     profile = costs.profile
-    left = profile.sms_beside(costs.kernel, costs.kernel.ctas[-1])
+    left = profile.sms_beside(costs.kernel, costs.kernel.ctas_beside[-1])
     beside, alone = 0.0, 0.0
     for step in steps:
         if isinstance(step, Gemms):
