@@ -32,12 +32,12 @@ from tw_compile.hosts.vllm.long_steps import add_long_steps
 from tw_compile.hosts.vllm.operators import ATTENTION
 from tw_compile.hosts.vllm.options import switched_off, vllm_config
 from tw_compile.hosts.vllm.plan import Engine, observed
-from tw_compile.hosts.vllm.reasons import HostRefusal, WholeAttention
+from tw_compile.hosts.vllm.reasons import WholeAttention
 from tw_compile.hosts.vllm.ways import Way, way_to_compile
 from tw_compile.kernels.registry import load
 from tw_compile.passes.fusion.forms import host_call
 from tw_compile.passes.operators import AttentionOperator
-from tw_compile.passes.reasons import HostAttention
+from tw_compile.passes.reasons import HostAttention, SplitRefusal, SplitRefused
 from tw_compile.passes.split import HostGraph
 from tw_compile.pipeline import TWCompilePass
 
@@ -89,12 +89,12 @@ class VllmPass(InductorPass):
         attention = self._attention(graph, compile_range.start)
         way = way_to_compile()
         host_us = 0.0 if way is Way.SPLIT else plan.SPLIT_HOST_US
-        host = HostGraph(counts, attention, host_us, captured, ATTENTION.kernel)
+        host = HostGraph(counts, attention, host_us, captured, ATTENTION.kernel, _split_refusal(graph, self.engine))
         pieces = host.attention is HostAttention.ELSEWHERE
         records_experts = self.engine is not None and self.engine.returns_experts
         whole = (pieces and self.long_ranges) or records_experts or way is Way.WHOLE
         passes = TWCompilePass(replace(self.config, split="off") if whole else self.config)
-        refused = _refusal(graph, self.engine)
+        refused = None if self.engine is None else self.engine.refusal()
         result = passes.refuse(graph, *refused) if refused else passes.rewrite(graph, self._gate(), host)
         result.tokens = host.counts
         result.fused_by_host = sum(_is_flashinfer_fusion(node) for node in graph.nodes)
@@ -172,15 +172,20 @@ def _observed(settings: Settings) -> Settings:
     return settings if group is None else observed(settings, group.device_communicator)
 
 
-def _refusal(graph: fx.Graph, engine: Engine | None) -> tuple[HostRefusal, str] | None:
-    """Why the graph stays as it is: by the engine's configuration where that is known, or by an operator."""
-    refused = None if engine is None else engine.refusal()
-    if refused is not None:
-        return refused
-    for node in graph.nodes:
-        name = _called(node)
-        if name.startswith("vllm::") and any(word in name for word in _STATE_SPACE):
-            return HostRefusal.STATE_SPACE, f"the piece calls {name}"
+def _split_refusal(graph: fx.Graph, engine: Engine | None) -> SplitRefused | None:
+    """Why the graph is not split: its model has a state, says the engine where it is known, or one of the graph's operators.
+
+    A state goes from each token to the next, so half 2 would have to begin with what half 1 has left. The operators are outside
+    of pieces, but not of the one graph of ``use_inductor_graph_partition``.
+    """
+    called = (name for node in graph.nodes if (name := _called(node)).startswith("vllm::"))
+    found = next((name for name in called if any(word in name for word in _STATE_SPACE)), None)
+    if found is not None:
+        return SplitRefused(SplitRefusal.STATE_SPACE, f"{found} hands a state from each token to the next")
+    if engine is not None and engine.state_space:
+        return SplitRefused(
+            SplitRefusal.STATE_SPACE, "the model has layers that hand a state from each token to the next"
+        )
     return None
 
 

@@ -46,7 +46,8 @@ class Engine:
 
     ``max_tokens`` is ``max_num_batched_tokens``. ``dtype`` is that of the model, such as ``bfloat16``. Steps of up to
     ``captured_tokens`` tokens may have CUDA graphs. ``quantised``: the weights are quantised. ``lora``: there may be adapters.
-    ``returns_experts``: a step's choices of experts are recorded, by the numbers of its tokens.
+    ``returns_experts``: a step's choices of experts are recorded, by the numbers of its tokens. ``state_space``: some layers
+    hand a state from each token to the next, as Mamba and linear attention do.
     """
 
     tensor_parallel_size: int
@@ -78,7 +79,6 @@ class Engine:
             ),
             (self.batch_invariant, HostRefusal.BATCH_INVARIANT, "VLLM_BATCH_INVARIANT fixes the order of sums"),
             (self.dual_batch_overlap, HostRefusal.DUAL_BATCH_OVERLAP, "two threads would share one slot of a kernel"),
-            (self.state_space, HostRefusal.STATE_SPACE, "Mamba or linear attention layers have not been tried"),
         )
         return next(((reason, detail) for applies, reason, detail in reasons if applies), None)
 
@@ -95,6 +95,7 @@ class Engine:
             (not asked, GroupRefusal.NOT_ASKED_FOR, "vllm_layer_groups is 0, or nothing is fused"),
             (self.one_graph, GroupRefusal.ONE_GRAPH, "use_inductor_graph_partition is on"),
             (self.speculative, GroupRefusal.SPECULATIVE, "a draft's model is compiled beside the model"),
+            (self.state_space, GroupRefusal.STATE_SPACE, "layers with a state run by pieces, as vLLM runs them"),
             (at_most + 1 >= self.max_tokens, GroupRefusal.NO_LONG_STEPS, none_longer),
         )
         refused = next(((reason, detail) for applies, reason, detail in reasons if applies), None)
@@ -294,6 +295,8 @@ def _not_planned(
         return f"split {config.split}: none, a step's choices of experts are recorded by its tokens' numbers"
     if engine.lora:
         return f"split {config.split}: none, adapters' kernels sort the tokens of a whole step by their adapter"
+    if engine.state_space:
+        return f"split {config.split}: none, a state goes from each token to the next"
     if config.split != "auto":
         return f"split {config.split}"
     if first >= engine.max_tokens:
