@@ -28,6 +28,7 @@ from tw_compile.gating.facts import Settings
 from tw_compile.gating.gate import Gate
 from tw_compile.hosts.vllm import attention as halves
 from tw_compile.hosts.vllm import plan
+from tw_compile.hosts.vllm.buffers import write_no_buffers
 from tw_compile.hosts.vllm.long_steps import add_long_steps
 from tw_compile.hosts.vllm.operators import ATTENTION
 from tw_compile.hosts.vllm.options import switched_off, vllm_config
@@ -138,6 +139,15 @@ class VllmPass(InductorPass):
             return HostAttention.HALVES
         logger.info("tw_compile: attention of %d tokens and more is not split, %s: %s", least_tokens, *refused)
         return HostAttention.ONCE
+
+    def before_split(self, graph: fx.GraphModule) -> None:
+        """Prepare the graph of a whole model, so that its pieces can be fused. What it computes stays the same to the bit."""
+        refused = self.engine is not None and self.engine.refusal() is not None
+        if refused or not self.config.fuse or switched_off(os.environ):
+            return
+        count = write_no_buffers(graph)
+        if count:
+            logger.info("tw_compile: %d sums go to their norms directly, where the model copies them to buffers", count)
 
     def behind_split(self, backend: Any, graph: fx.GraphModule, example_inputs: Sequence[Any], function: Any) -> Any:
         """``function``, which vLLM made of ``graph``, with another way to run long steps added."""
