@@ -33,7 +33,8 @@ from tw_compile.hosts.vllm.long_steps import add_long_steps
 from tw_compile.hosts.vllm.operators import ATTENTION
 from tw_compile.hosts.vllm.options import switched_off, vllm_config
 from tw_compile.hosts.vllm.plan import Engine, observed
-from tw_compile.hosts.vllm.reasons import WholeAttention
+from tw_compile.hosts.vllm.reasons import GroupRefusal, WholeAttention
+from tw_compile.hosts.vllm.state import called_operator, state_operator
 from tw_compile.hosts.vllm.ways import Way, way_to_compile
 from tw_compile.kernels.registry import load
 from tw_compile.passes.fusion.forms import host_call
@@ -45,7 +46,6 @@ from tw_compile.pipeline import TWCompilePass
 logger = logging.getLogger("vllm.tw_compile")  # a child of vLLM's logger, which alone has a handler
 
 _USE_STORED = "tw_compile.tuning.calibrate:use_stored"
-_STATE_SPACE = ("mamba", "gdn", "linear_attention", "short_conv", "kda", "plamo2")
 
 
 class VllmPass(InductorPass):
@@ -153,6 +153,10 @@ class VllmPass(InductorPass):
         """``function``, which vLLM made of ``graph``, with another way to run long steps added."""
         if not self.long_ranges or backend.is_encoder:
             return function
+        found = state_operator(graph.graph)
+        if found:
+            logger.info("tw_compile: no groups of layers, %s: the model calls %s", GroupRefusal.STATE_SPACE, found)
+            return function
         layers = self.config.vllm_layer_groups
         return add_long_steps(backend, graph, example_inputs, function, self.long_ranges, layers, self.tried)
 
@@ -188,9 +192,8 @@ def _split_refusal(graph: fx.Graph, engine: Engine | None) -> SplitRefused | Non
     A state goes from each token to the next, so half 2 would have to begin with what half 1 has left. The operators are outside
     of pieces, but not of the one graph of ``use_inductor_graph_partition``.
     """
-    called = (name for node in graph.nodes if (name := _called(node)).startswith("vllm::"))
-    found = next((name for name in called if any(word in name for word in _STATE_SPACE)), None)
-    if found is not None:
+    found = state_operator(graph)
+    if found:
         return SplitRefused(SplitRefusal.STATE_SPACE, f"{found} hands a state from each token to the next")
     if engine is not None and engine.state_space:
         return SplitRefused(
@@ -199,14 +202,8 @@ def _split_refusal(graph: fx.Graph, engine: Engine | None) -> SplitRefused | Non
     return None
 
 
-def _called(node: fx.Node) -> str:
-    """The operator that a node calls, also through ``auto_functionalized``."""
-    target = node.args[0] if compat.is_higher_order(node.target) and node.args else node.target
-    return target._schema.name if isinstance(target, compat.OpOverload) else ""
-
-
 def _is_flashinfer_fusion(node: fx.Node) -> bool:
-    return _called(node) == "vllm::flashinfer_trtllm_fused_allreduce_norm"
+    return called_operator(node) == "vllm::flashinfer_trtllm_fused_allreduce_norm"
 
 
 def _log(result: report.GraphReport) -> None:
