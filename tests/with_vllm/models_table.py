@@ -60,7 +60,7 @@ def row_of(model: Model, traced: Traced) -> str:
         names.append("no groups of layers")
     names += [f"{count} inside `{name}`" for name, count in traced.inside.items()]
     halves = "yes" if is_split and not joins else "yes, attention runs once" if is_split else "no"
-    return _row(model, f"{fused} of {total}", halves, ", ".join(names))
+    return _row(model, f"{fused} of {total}" if total else "no", halves, ", ".join(names))
 
 
 def _row(model: Model, fused: str, split: str, reason: str) -> str:
@@ -105,6 +105,10 @@ vLLM 0.24's own compiler traced a tiny configuration of each model, without a GP
 tokens. The split was asked for by a number of tokens. So the tables say what is proven to be right, and not where the planner
 finds that it pays. Nothing ran. `python tests/with_vllm/models_table.py --write` makes this page, in
 [vLLM's environment](../../CONTRIBUTING.md#vllm), and `tests/with_vllm/test_models_table.py` compares it.
+
+With Mamba or linear attention (`state_space`) layers differ within a model. So there the table counts the sums of all layers
+of the tiny model, which has each kind at least once. "2 inside `mamba_mixer`" means that this operator does two more sums by
+itself, where no pass sees them ([Mamba and linear attention](../vllm.md#mamba-and-linear-attention)).
 
 With `auto` no quantised model and no model with experts of vLLM's is split yet. Their matmuls can't be told to leave SMs to a
 sum beside them, and the planner has no times for them ([Splitting](../split.md#quantised-matmuls-and-experts)).

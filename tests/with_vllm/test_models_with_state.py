@@ -35,7 +35,7 @@ REFUSED = {
     "Mamba 2, one group for both ranks": {"no_rms_norm"},
     "Jamba": set(),
 }
-"""Why some of a model's sums are not fused. ``docs/reference/vllm-models.md`` says how many are; here equal pieces count once."""
+"""Why some of a model's sums are not fused. ``docs/reference/vllm-models.md`` says how many are."""
 
 
 @pytest.fixture
