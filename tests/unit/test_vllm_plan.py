@@ -311,7 +311,8 @@ def test_an_engine_whose_layers_have_a_state_is_fused_in_the_same_ranges() -> No
     assert with_state.refusal() is None
     choices = plan.gates(VLLM, (9, 0))
     assert plan.range_endpoints(with_state, VLLM, choices) == plan.range_endpoints(ENGINE, VLLM, choices) == [15, 4095]
-    assert plan.fuses_all(with_state, VLLM, choices) == plan.fuses_all(ENGINE, VLLM, choices)
+    engine, quiet = replace(ENGINE, tensor_parallel_size=4), (plan.gates(VLLM, (9, 0))[1],)
+    assert plan.fuses_all(engine, VLLM, quiet) and not plan.fuses_all(replace(engine, state_space=True), VLLM, quiet)
 
 
 def test_attention_of_steps_with_cuda_graphs_stays_whole() -> None:

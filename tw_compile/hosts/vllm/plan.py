@@ -384,8 +384,11 @@ def ranges_from(first: int, ends: list[int], max_tokens: int) -> tuple[tuple[int
 
 
 def fuses_all(engine: Engine, config: Config, choices: tuple[Gate, ...]) -> bool:
-    """Whether all sums of the engine's steps are fused, whichever of the kinds of node the workers find."""
-    if not config.fuse or config.fuse_min_bytes or config.fuse_max_bytes is not None:
+    """Whether all sums of the engine's steps are fused, whichever of the kinds of node the workers find.
+
+    Operators that keep a state may do sums by themselves, so nobody knows it of engines with such layers.
+    """
+    if not config.fuse or config.fuse_min_bytes or config.fuse_max_bytes is not None or engine.state_space:
         return False
     row_bytes = row_bytes_of(engine)
     return config.transport != "auto" or all(
