@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ pytestmark = pytest.mark.usefixtures("groups", "one_rank", "cold", "kernels")
 
 COUNTS = (MAX_TOKENS, 3)
 ALL = {model.name: model for model in (*MODELS, *WITH_STATE)}
+_FLOAT32 = {"dtype": "float32", "attention_backend": "TRITON_ATTN"}
+ALL["Qwen3-Next"] = replace(ALL["Qwen3-Next"], engine=_FLOAT32)
+"""Random weights make its gates so steep that in bfloat16 one rounding less is seen in the results."""
 REFUSED = {
     "Qwen3-Next": set(),
     "Kimi-Linear": set(),
