@@ -19,7 +19,7 @@ import torch.fx as fx
 
 from tw_compile.config import Config
 from tw_compile.gating import Gate
-from tw_compile.passes.reasons import HostAttention
+from tw_compile.passes.reasons import HostAttention, SplitRefused
 from tw_compile.planning import FLASH3, DeviceProfile, Link
 
 P = ParamSpec("P")
@@ -45,7 +45,7 @@ class HostGraph:
     ``counts`` are the smallest and the largest number of tokens (None: unbounded) with which the host runs the graph. The
     tokens are dim 0 of the graph's inputs. The host launches steps of more than ``captured_tokens`` tokens kernel by kernel;
     this takes ``host_us`` for a split layer. If attention is outside of the graph, ``attention_kernel`` is the name of its
-    kernel in device profiles.
+    kernel in device profiles. ``refused``: why the host's graph must not be split; None if nothing is known against it.
     """
 
     counts: TokenRange
@@ -53,6 +53,7 @@ class HostGraph:
     host_us: float = 0.0
     captured_tokens: int = 0
     attention_kernel: str = FLASH3
+    refused: SplitRefused | None = None
 
     def launch_us(self, tokens: int) -> float:
         return 0.0 if tokens <= self.captured_tokens else self.host_us

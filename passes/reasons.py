@@ -179,6 +179,7 @@ class SplitRefusal(StrEnum):
     SCALE_OF_ALL_TOKENS = "scale_of_all_tokens"
     EXPERTS = "experts"
     LORA = "lora"
+    STATE_SPACE = "state_space"
 
 
 @dataclass(frozen=True)

@@ -54,8 +54,8 @@ class FusionSite:
     ``merged`` are further all_reduces whose results are added (shared experts): since a sum of all_reduces is the
     all_reduce of the sum, their partial sums are added first and travel as one message. ``merged_biases`` are the biases that
     the graph adds to the results of ``merged``. ``late_weight`` are the nodes after ``h`` that compute the norm's weight and
-    bias. ``scale`` is a constant that the sum is multiplied by first (Granite). ``quantisation`` is the quantisation that is
-    the only use of the norm's result, or the reason why an apparent one is left as it is; None if nothing looks like one.
+    bias. ``scale`` is a constant that the messages are multiplied by first (Granite). ``quantisation`` is the quantisation that
+    is the only use of the norm's result, or the reason why an apparent one is left as it is; None if nothing looks like one.
     """
 
     all_reduce: AllReduce
@@ -94,8 +94,8 @@ class FusionSite:
     @property
     def form(self) -> str:
         parts = ["all_reduce"]
-        parts += ["scale"] if self.scale != 1.0 else []
         parts += ["all_reduce"] * len(self.merged)
+        parts += ["scale"] if self.scale != 1.0 else []
         parts += ["bias"] * len(self.biases)
         parts += ["residual"] * len(self.residuals)
         return "+".join([*parts, self.norm.epilogue]) + f"[{self.norm.form}]" + self._quantised_form
@@ -273,7 +273,7 @@ def _follow(
             else:
                 (biases if role == "bias" else residuals).append(other)
         elif is_call(user, aten.mul.Tensor, aten.mul.Scalar) and isinstance(other_operand(user, current), int | float):
-            if biases or residuals or merged:
+            if biases or residuals or any(further.bias is not None for further in merged):
                 return Refused(Refusal.RESIDUAL_NOT_PROVABLE, f"{user.name} scales the sum after an addition")
             scale *= other_operand(user, current)
         elif not (is_view(user) or (is_cast(user) and not _is_float8(user))):

@@ -40,6 +40,36 @@ def test_summed_all_reduces_of_one_group_travel_together() -> None:
     assert first.form == "all_reduce+all_reduce+residual+rms_norm[fp32]"
 
 
+def test_summed_all_reduces_travel_together_and_are_scaled() -> None:
+    """Granite 4 has shared experts beside the others, and scales both."""
+    b = GraphBuilder()
+    x, shared, residual, weight = b.input(T, H), b.input(T, H), b.input(T, H), b.input(H)
+    both = b.call(aten.mul.Tensor, b.add(b.all_reduce(x), b.all_reduce(shared)), 0.22)
+    h = b.add(residual, both)
+    first, second = find(b, b.rms_norm(h, weight), h)
+    assert isinstance(first, FusionSite) and isinstance(second, MergedSite)
+    assert (first.partials(), first.scale, first.residuals) == ((x, shared), 0.22, (residual,))
+    assert first.form == "all_reduce+all_reduce+scale+residual+rms_norm[fp32]"
+
+
+@pytest.mark.parametrize("addend", ["bias", "bias of the second", "residual"])
+def test_what_is_scaled_with_more_than_the_messages_is_left(addend: str) -> None:
+    """The operator scales the messages, and adds biases and residuals as they are."""
+    b = GraphBuilder()
+    one, other = b.all_reduce(b.input(T, H)), b.all_reduce(b.input(T, H))
+    if addend == "bias of the second":
+        other = b.add(other, b.input(H))
+    both = b.add(one, other)
+    if addend != "bias of the second":
+        both = b.add(both, b.input(H) if addend == "bias" else b.input(T, H))
+    scaled = b.call(aten.mul.Tensor, both, 0.22)
+    sites = find(b, b.rms_norm(b.add(b.input(T, H), scaled), b.input(H)))
+    assert len(sites) == 2
+    for site in sites:
+        assert isinstance(site, RefusedSite) and site.refused.reason == Refusal.RESIDUAL_NOT_PROVABLE
+        assert "scales the sum" in site.refused.detail
+
+
 def test_summed_all_reduces_of_two_groups_share_one_norm() -> None:
     b = GraphBuilder()
     other = dist.new_group([0, 1, 2, 3]).group_name
@@ -137,14 +167,6 @@ def test_a_message_that_has_no_norm_to_itself_travels_with_a_later_one() -> None
     row = b.call(aten.unsqueeze.default, b.all_reduce(b.input(H)), 0)
     first, second = find(b, b.rms_norm(b.add(row, b.all_reduce(b.input(1, H))), b.input(H)))
     assert isinstance(first, MergedSite) and first.into is second
-
-
-def test_a_sum_that_is_scaled_after_others_joined_it_is_refused() -> None:
-    b = GraphBuilder()
-    both = b.add(b.all_reduce(b.input(T, H)), b.all_reduce(b.input(T, H)))
-    for site in find(b, b.rms_norm(b.call(aten.mul.Tensor, both, 0.5), b.input(H))):
-        assert isinstance(site, RefusedSite)
-        assert site.refused.reason == Refusal.RESIDUAL_NOT_PROVABLE and "scales the sum" in site.refused.detail
 
 
 @pytest.mark.parametrize("fuse", [False, True])

@@ -178,10 +178,10 @@ def test_what_a_host_rules_out_is_left_and_reported() -> None:
     graph = b.finish(b.rms_norm(b.wait(issued), b.input(H)))
     before = snapshot(graph)
     with collect_reports() as reports:
-        result = TWCompilePass().refuse(graph, HostRefusal.STATE_SPACE, "it has a state")
-    assert reports == [result] and result.refusals == {"state_space": 1} and snapshot(graph) == before
+        result = TWCompilePass().refuse(graph, HostRefusal.DUAL_BATCH_OVERLAP, "two threads")
+    assert reports == [result] and result.refusals == {"dual_batch_overlap": 1} and snapshot(graph) == before
     (site,) = result.sites
-    assert (site.layer, site.detail, site.node) == (3, "it has a state", issued.name)
+    assert (site.layer, site.detail, site.node) == (3, "two threads", issued.name)
 
 
 def test_stock_inductor_with_the_bare_pass_and_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from tw_compile.kernels.collective import ops
 from tw_compile.kernels.collective.planned_wires import planned_wires
 from tw_compile.models.config import config_from_dict, load_config, tensor_parallel_plan
 from tw_compile.models.decoder import build_decoder
-from tw_compile.passes.reasons import SplitRefusal
+from tw_compile.passes.reasons import SplitRefusal, SplitRefused
 from tw_compile.passes.split import HostGraph, layer_of_graph
 from tw_compile.passes.split.analysis import choose
 from tw_compile.passes.split.analysis.layer import GraphLayer
@@ -335,6 +335,13 @@ def test_without_a_profile_a_graph_is_not_analysed(monkeypatch: pytest.MonkeyPat
         choose.choose_split_of_host(piece_with_a_call(), Config(), None, HostGraph((1, 64))),
     ):
         assert isinstance(found, choose.NotSplit) and found.reason == "no_device_profile"
+
+
+def test_a_hosts_refusal_is_the_reason_even_where_a_size_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "find_token_axis", lambda *given, **more: pytest.fail("looked for tokens"))
+    host = HostGraph((1, 64), refused=SplitRefused(SplitRefusal.STATE_SPACE, "it has a state"))
+    found = choose.choose_split_of_host(piece_with_a_call(), Config(split="8"), None, host)
+    assert found == choose.NotSplit(SplitRefusal.STATE_SPACE, "it has a state")
 
 
 def piece_with_a_call() -> fx.Graph:

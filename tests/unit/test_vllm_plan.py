@@ -81,7 +81,6 @@ def test_the_dispatch_is_that_of_the_version(version: str, host: str) -> None:
         ({"compiled": False}, HostRefusal.NOT_COMPILED),
         ({"batch_invariant": True}, HostRefusal.BATCH_INVARIANT),
         ({"dual_batch_overlap": True}, HostRefusal.DUAL_BATCH_OVERLAP),
-        ({"state_space": True}, HostRefusal.STATE_SPACE),
     ],
 )
 def test_engines_that_are_refused(change: dict[str, Any], reason: HostRefusal) -> None:
@@ -296,6 +295,8 @@ def test_without_a_plan_the_start_says_so() -> None:
             "512",
             "split 512: none, a step's choices of experts are recorded by its tokens' numbers",
         ),
+        ({"state_space": True}, "auto", "split auto: none, a state goes from each token to the next"),
+        ({"state_space": True}, "512", "split 512: none, a state goes from each token to the next"),
     ],
     ids=str,
 )
@@ -321,6 +322,15 @@ def test_engines_whose_attention_stays_whole(change: dict[str, Any], reason: Who
     assert whole is not None and whole[0] == reason and whole[1]
 
 
+def test_an_engine_whose_layers_have_a_state_is_fused_in_the_same_ranges() -> None:
+    with_state = replace(ENGINE, state_space=True)
+    assert with_state.refusal() is None
+    choices = plan.gates(VLLM, (9, 0))
+    assert plan.range_endpoints(with_state, VLLM, choices) == plan.range_endpoints(ENGINE, VLLM, choices) == [15, 4095]
+    engine, quiet = replace(ENGINE, tensor_parallel_size=4), (plan.gates(VLLM, (9, 0))[1],)
+    assert plan.fuses_all(engine, VLLM, quiet) and not plan.fuses_all(replace(engine, state_space=True), VLLM, quiet)
+
+
 def test_attention_of_steps_with_cuda_graphs_stays_whole() -> None:
     engine = replace(ENGINE, captured_tokens=512)
     assert engine.whole_attention() is None and engine.whole_attention(513) is None
@@ -343,6 +353,7 @@ def test_steps_above_graphs_one_shot_and_flashinfer_run_by_groups_of_layers() ->
     [
         ({"one_graph": True}, {}, GroupRefusal.ONE_GRAPH),
         ({"speculative": True}, {}, GroupRefusal.SPECULATIVE),
+        ({"state_space": True}, {}, GroupRefusal.STATE_SPACE),
         ({"max_tokens": 513}, {}, GroupRefusal.NO_LONG_STEPS),
         ({}, {"vllm_layer_groups": 0}, GroupRefusal.NOT_ASKED_FOR),
         ({}, {"fuse": False}, GroupRefusal.NOT_ASKED_FOR),

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from most_used_models import FURTHER, MODELS, QUANTISED, Model
+import states
+from most_used_models import FURTHER, MODELS, QUANTISED, WITH_STATE, Model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,7 +28,12 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reference" / "vllm-models.md"
-SECTIONS = {"Most-used models": MODELS, "Further models": FURTHER, "Quantised weights": QUANTISED}
+SECTIONS = {
+    "Most-used models": MODELS,
+    "Further models": FURTHER,
+    "Mamba and linear attention": WITH_STATE,
+    "Quantised weights": QUANTISED,
+}
 _HEAD = "| model | architecture | sums of a layer fused | split | reason |\n|---|---|---|---|---|\n"
 _NOT_TRACED = "not traced"
 
@@ -37,20 +43,24 @@ def row_of(model: Model, traced: Traced) -> str:
     if traced.refused:
         return _row(model, "no", "no", f"`{traced.refused}`")
     embedding, *layers = traced.reports
-    reports = layers or [embedding]
-    total = reports[-1].counts["all_reduce"]
-    fused = min(one.counts["fused"] for one in reports) if traced.by_groups else reports[-1].counts["fused"]
+    reports = layers if layers or traced.with_state else [embedding]
+    if traced.with_state:
+        total, fused = (sum(one.counts[what] for one in reports) for what in ("all_reduce", "fused"))
+    else:
+        total = reports[-1].counts["all_reduce"]
+        fused = min(one.counts["fused"] for one in reports) if traced.by_groups else reports[-1].counts["fused"]
     reasons = {str(reason) for one in reports for reason in one.refusals}
-    split = reports[-1].split
+    split = embedding.split if traced.with_state else reports[-1].split
     joins = {str(reason) for reason in split.joins} if split is not None else set()
     is_split = split is not None and split.mode != "off"
-    if split is not None and not is_split and fused == total:
+    if split is not None and not is_split and (fused == total or traced.with_state):
         reasons.add(str(split.reason))
     names = [f"`{one}`" for one in sorted(reasons)]
     if split is None and fused == total:
         names.append("no groups of layers")
+    names += [f"{count} inside `{name}`" for name, count in traced.inside.items()]
     halves = "yes" if is_split and not joins else "yes, attention runs once" if is_split else "no"
-    return _row(model, f"{fused} of {total}", halves, ", ".join(names))
+    return _row(model, f"{fused} of {total}" if total else "no", halves, ", ".join(names))
 
 
 def _row(model: Model, fused: str, split: str, reason: str) -> str:
@@ -96,6 +106,10 @@ tokens. The split was asked for by a number of tokens. So the tables say what is
 finds that it pays. Nothing ran. `python tests/with_vllm/models_table.py --write` makes this page, in
 [vLLM's environment](../../CONTRIBUTING.md#vllm), and `tests/with_vllm/test_models_table.py` compares it.
 
+With Mamba or linear attention (`state_space`) layers differ within a model. So there the table counts the sums of all layers
+of the tiny model, which has each kind at least once. "2 inside `mamba_mixer`" means that this operator does two more sums by
+itself, where no pass sees them ([Mamba and linear attention](../vllm.md#mamba-and-linear-attention)).
+
 With `auto` no quantised model and no model with experts of vLLM's is split yet. Their matmuls can't be told to leave SMs to a
 sum beside them, and the planner has no times for them ([Splitting](../split.md#quantised-matmuls-and-experts)).
 """
@@ -103,7 +117,7 @@ sum beside them, and the planner has no times for them ([Splitting](../split.md#
 
 @contextmanager
 def node(folder: Path) -> Iterator[None]:
-    """vLLM on a fake node of two GPUs, with what models with experts need."""
+    """vLLM on a fake node of two GPUs, with what models need."""
     for place in (ROOT, ROOT / "tests"):
         sys.path.insert(0, str(place))
     import fake_vllm
@@ -111,7 +125,7 @@ def node(folder: Path) -> Iterator[None]:
     fake_vllm.prepare(folder)
     with models_inspected_here():
         fake_vllm.make_groups(fake_vllm.engine_config(folder))
-    with experts_here():
+    with models_here():
         yield
 
 
@@ -128,11 +142,14 @@ def models_inspected_here() -> Iterator[None]:
 
 
 @contextmanager
-def experts_here() -> Iterator[None]:
-    """Models with experts have a group for them, here the same; shared ones a stream of their own, which takes a GPU."""
+def models_here() -> Iterator[None]:
+    """Models with experts have a group for them, here the same; shared ones a stream of their own, which takes a GPU.
+
+    Those whose layers have a state need more (:func:`states.models_here`).
+    """
     from vllm.distributed import parallel_state
 
-    with ExitStack() as stack:
+    with ExitStack() as stack, states.models_here():
         stack.enter_context(mock.patch.object(parallel_state, "_EP", parallel_state._TP))
         for module in ("vllm.utils.torch_utils", "vllm.model_executor.layers.fused_moe.runner.shared_experts"):
             stack.enter_context(mock.patch(f"{module}.aux_stream", lambda: None))

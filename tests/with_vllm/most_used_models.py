@@ -191,3 +191,93 @@ QUANTISED = (
         _compressed(_number(4, "int", "group", group_size=128), None, "pack-quantized"),
     ),
 )
+
+_LINEAR = {
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8, "num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+}  # fmt: skip
+_MAMBA = {
+    "mamba_d_state": 64, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_n_groups": 2, "mamba_n_heads": 16,
+    "mamba_d_head": 64,
+}  # fmt: skip
+_NEMOTRON = {
+    "mamba_num_heads": 16, "mamba_head_dim": 64, "ssm_state_size": 64, "conv_kernel": 4, "n_groups": 2, "expand": 2,
+    "layer_norm_epsilon": 1e-5, "mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "use_bias": False,
+    "use_conv_bias": True, "mlp_bias": False, "num_hidden_layers": 5,
+}  # fmt: skip
+_GRANITE_H = {
+    "shared_intermediate_size": 512, "num_experts_per_tok": 2, "position_embedding_type": "nope", **_GRANITE, **_MAMBA,
+}  # fmt: skip
+_GRANITE_LAYERS = {"hf_overrides": {"layer_types": ["mamba", "attention"]}}
+"""Behind transformers, of which some versions rename the types to what vLLM 0.24 does not know."""
+_MAMBA_2 = {
+    "num_heads": 16, "head_dim": 64, "state_size": 64, "expand": 2, "conv_kernel": 4, "layer_norm_epsilon": 1e-5,
+    "use_bias": False, "use_conv_bias": True,
+}  # fmt: skip
+_LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+_ROPE = {"rope_theta": 10000.0, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+_VISION = {
+    "depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": HIDDEN, "patch_size": 16,
+    "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 16, "deepstack_visual_indexes": [],
+}  # fmt: skip
+_TEXT_ONLY = {"language_model_only": True}
+_LFM = {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3, "conv_bias": False, "norm_eps": 1e-5}
+
+WITH_STATE = (
+    Model("Qwen3-Next", "Qwen3NextForCausalLM", "qwen3_next", {
+        "num_experts": 4, "shared_expert_intermediate_size": 512, "norm_topk_prob": True, "decoder_sparse_step": 1,
+        "mlp_only_layers": [], **_LINEAR, **EXPERTS}),
+    Model("Qwen3.5", "Qwen3_5ForConditionalGeneration", "qwen3_5", {
+        "text_config": {**BASE, **_LINEAR, "model_type": "qwen3_5_text"}, "vision_config": _VISION}, engine=_TEXT_ONLY),
+    Model("Qwen3.5, with experts", "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", {
+        "text_config": {
+            **BASE, **_LINEAR, **EXPERTS, "model_type": "qwen3_5_moe_text", "num_experts": 4,
+            "shared_expert_intermediate_size": 512},
+        "vision_config": _VISION}, engine=_TEXT_ONLY),
+    Model("Kimi-Linear", "KimiLinearForCausalLM", "kimi_linear", {
+        "num_hidden_layers": 3, "hidden_size": 2 * HIDDEN, "q_lora_rank": None, "mla_use_nope": True,
+        "linear_attn_config": {
+            "kda_layers": [1, 2], "full_attn_layers": [3], "num_heads": 8, "head_dim": 64, "short_conv_kernel_size": 4},
+        "num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 256, "num_shared_experts": 1,
+        "first_k_dense_replace": 1, "moe_layer_freq": 1, "num_key_value_heads": HEADS, **_LATENT}, engine=_MLA),
+    Model("Ling 2.5, Ring 2.5", "BailingMoeV2_5ForCausalLM", "bailing_moe_v2_5", {
+        "num_hidden_layers": 4, "hidden_size": 2 * HIDDEN, "q_lora_rank": 256, "layer_group_size": 2,
+        "group_norm_size": 2, "num_experts": 4, "num_shared_experts": 1, "moe_shared_expert_intermediate_size": 256,
+        "norm_topk_prob": True, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True, "router_dtype": "fp32", "routed_scaling_factor": 2.5,
+        "tie_word_embeddings": False, "use_bias": False, "use_qkv_bias": False, "use_qk_norm": True, **_ROPE, **_LATENT,
+        **EXPERTS}, known=False, engine=_MLA),
+    Model("Nemotron-H", "NemotronHForCausalLM", "nemotron_h", {"hybrid_override_pattern": "M-M*-", **_NEMOTRON}),
+    Model("Nemotron 3, with experts", "NemotronHForCausalLM", "nemotron_h", {
+        "hybrid_override_pattern": "MEM*E", "n_routed_experts": 4, "n_shared_experts": 1,
+        "moe_shared_expert_intermediate_size": 512, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5, **_NEMOTRON, **EXPERTS}),
+    Model("Granite-4-H", "GraniteMoeHybridForCausalLM", "granitemoehybrid", {
+        "num_local_experts": 0, **_GRANITE_H}, engine=_GRANITE_LAYERS),
+    Model("Granite-4-H, with experts", "GraniteMoeHybridForCausalLM", "granitemoehybrid", {
+        "num_local_experts": 4, **_GRANITE_H}, engine=_GRANITE_LAYERS),
+    Model("Falcon-H1", "FalconH1ForCausalLM", "falcon_h1", {
+        "mamba_d_ssm": 2 * HIDDEN, "mamba_rms_norm": False, "mlp_multipliers": [1.0, 1.0], "ssm_multipliers": [1.0] * 5,
+        **_MAMBA}),
+    Model("LFM2", "Lfm2ForCausalLM", "lfm2", {
+        "block_auto_adjust_ff_dim": False, "block_ff_dim": WIDTH, "conv_dim": HIDDEN, "block_dim": HIDDEN, **_LFM}),
+    Model("LFM2-MoE", "Lfm2MoeForCausalLM", "lfm2_moe", {
+        "num_dense_layers": 1, "num_experts": 4, "norm_topk_prob": True, "use_expert_bias": True,
+        "routed_scaling_factor": 1.0, **_LFM, **EXPERTS}),
+    Model("OLMo Hybrid", "OlmoHybridForCausalLM", "olmo_hybrid", {**_LINEAR, "linear_num_key_heads": HEADS}),
+    Model("PLaMo 2", "Plamo2ForCausalLM", "plamo2", {
+        "mamba_d_state": 64, "mamba_d_conv": 4, "mamba_num_heads": HEADS, "hidden_size_per_head": HEAD_DIM,
+        "mamba_step": 2, "mamba_chunk_size": 64, "mamba_enabled": True, "tie_word_embeddings": False, **_ROPE},
+        known=False),
+    Model("Zamba 2", "Zamba2ForCausalLM", "zamba2", {
+        "hidden_act": "gelu", "layers_block_type": ["mamba", "hybrid"], "hybrid_layer_ids": [1], "num_mem_blocks": 1,
+        "mamba_d_state": 64, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_ngroups": 1, "n_mamba_heads": 16,
+        "mamba_headdim": 64, "attention_hidden_size": 2 * HIDDEN, "attention_head_dim": 2 * HEAD_DIM,
+        "num_key_value_heads": HEADS, "use_mem_rope": True, "adapter_rank": 128}),
+    Model("Mamba 2", "Mamba2ForCausalLM", "mamba2", {"n_groups": 2, **_MAMBA_2}),
+    Model("Mamba 2, one group for both ranks", "Mamba2ForCausalLM", "mamba2", {"n_groups": 1, **_MAMBA_2}),
+    Model("Mamba, Falcon-Mamba", "FalconMambaForCausalLM", "falcon_mamba", {
+        "state_size": 16, "expand": 2, "conv_kernel": 4, "time_step_rank": 32, "use_bias": False, "use_conv_bias": True,
+        "layer_norm_epsilon": 1e-5, "mixer_rms_eps": 1e-6}),
+)  # fmt: skip
+"""Their layers keep a state from token to token. Each kind of layer of a family is there at least once."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models_table import PAGE, SECTIONS, experts_here, page, row_of, rows_of_page
+from models_table import PAGE, SECTIONS, models_here, page, row_of, rows_of_page
 from most_used_models import MODELS, Model
 from vllm_schemas import EXPERTS, SCHEMAS
 
@@ -21,7 +21,7 @@ def test_a_model_is_what_its_row_says(folder: Path, model: Model) -> None:
     from traced_models import NotTracedError, trace
 
     row = rows_of_page()[model.name]
-    with experts_here():
+    with models_here():
         if "not traced" in row:
             with pytest.raises(NotTracedError) as error:
                 trace(folder, model)

@@ -221,17 +221,19 @@ def piece(operator: Any, *, functionalized: bool) -> fx.Graph:
 
 
 @pytest.mark.parametrize("functionalized", [False, True])
-def test_pieces_with_operators_that_have_not_been_tried_are_left(
+def test_a_graph_that_keeps_a_state_is_fused_and_not_split(
     groups: Any, host_operators: Any, functionalized: bool
 ) -> None:
+    """Also where nothing says so but one of its operators, as in vLLM's one graph of a model."""
     from vllm.compilation.passes.inductor_pass import pass_context
     from vllm.config.utils import Range
 
     graph = piece(host_operators.gdn_attention_core_tw.default, functionalized=functionalized)
-    text = str(graph)
     with pass_context(Range(1, 8)), tw_compile.collect_reports() as reports:
         tw_compile.vllm_pass(graph)
-    assert reports[0].refusals == {"state_space": 1} and reports[0].tokens == (1, 8) and str(graph) == text
+    (report,) = reports
+    assert report.counts["fused"] == report.counts["all_reduce"] == 1 and report.tokens == (1, 8)
+    assert report.split.reason == "state_space" and "vllm::gdn_attention_core_tw" in report.split.detail
 
 
 def test_what_flashinfer_took_is_counted(groups: Any, host_operators: Any, vllm_log: pytest.LogCaptureFixture) -> None:

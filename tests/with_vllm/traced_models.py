@@ -6,9 +6,10 @@ Nothing is computed, so no operator needs a kernel for a CPU, and sizes need not
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,8 +19,10 @@ import torch.fx as fx
 from fake_vllm import engine_config
 from models_table import models_inspected_here
 from most_used_models import ABSENT, BASE, Model
+from states import SUMS_INSIDE
 
 from tw_compile import collect_reports
+from tw_compile.hosts.vllm.groups import name_of_call
 from tw_compile.hosts.vllm.reasons import HostRefusal
 from tw_compile.report import GraphReport
 
@@ -30,12 +33,15 @@ MAX_TOKENS, FIRST_HALF = 2048, 1024
 class Traced:
     """``reports``: of the graphs for the longest steps; ``refused``: why nothing is done in such an engine.
 
-    ``by_groups``: layers were told apart, and the graphs are the embedding's and a group's of one layer.
+    ``by_groups``: layers were told apart, and the graphs are the embedding's and a group's of one layer. ``with_state``: some
+    layers have a state, and the graphs are all pieces. ``inside``: how many sums the model's operators do by themselves.
     """
 
     reports: tuple[GraphReport, ...] = ()
     refused: str = ""
     by_groups: bool = False
+    with_state: bool = False
+    inside: dict[str, int] = field(default_factory=dict)
 
 
 class NotTracedError(Exception):
@@ -54,12 +60,13 @@ def trace(folder: Path, model: Model, **options: Any) -> Traced:
     passes = [one for one in config.compilation_config.inductor_compile_config.values() if hasattr(one, "long_ranges")]
     if not passes:
         return Traced(refused=_refusal(config))
+    inside: Counter[str] = Counter()
     with collect_reports() as reports:
-        by_groups = _compile(config)
+        by_groups = _compile(config, inside)
     if by_groups is None:
         return Traced(refused=str(HostRefusal.NOT_COMPILED))
     longest = [one for one in reports if one.tokens is not None and one.tokens[1] == MAX_TOKENS and one.sites]
-    return Traced(tuple(longest), by_groups=by_groups)
+    return Traced(tuple(longest), by_groups=by_groups, with_state=passes[0].engine.state_space, inside=dict(inside))
 
 
 def _engine(folder: Path, model: Model, options: dict[str, Any]) -> Any:
@@ -95,8 +102,11 @@ def _refusal(config: Any) -> str:
     return "" if refused is None else str(refused[0])
 
 
-def _compile(config: Any) -> bool | None:
-    """Whether long steps run by groups of layers; None where vLLM does not compile the model at all."""
+def _compile(config: Any, inside: Counter[str]) -> bool | None:
+    """Whether long steps run by groups of layers; None where vLLM does not compile the model at all.
+
+    Sums that are out of sight are counted in ``inside``, by their operator.
+    """
     from vllm.compilation.backends import CompilerManager
     from vllm.config import set_current_vllm_config
     from vllm.forward_context import set_forward_context
@@ -125,7 +135,7 @@ def _compile(config: Any) -> bool | None:
         if not any(getattr(module, "do_not_compile", True) is False for module in model.modules()):
             return None
         stack.enter_context(mock.patch.object(CompilerManager, "compile", compile_part))
-        stack.enter_context(_stopping_behind_the_backend())
+        stack.enter_context(_stopping_behind_the_backend(inside))
         stack.enter_context(set_forward_context(None, vllm_config=config, num_tokens=MAX_TOKENS))
         stack.enter_context(torch.inference_mode())
         with suppress(_TracedError):
@@ -183,12 +193,16 @@ def _up_to_passes(compile_part: Any, manager: Any, graph: fx.GraphModule, args: 
 
 
 @contextmanager
-def _stopping_behind_the_backend() -> Iterator[None]:
+def _stopping_behind_the_backend(inside: Counter[str]) -> Iterator[None]:
     from vllm.compilation.backends import VllmBackend
 
     original = VllmBackend.__call__
 
     def call(self: Any, graph: fx.GraphModule, example_inputs: Any) -> Any:
+        for node in graph.graph.nodes:
+            name = name_of_call(node)
+            if name in SUMS_INSIDE:
+                inside[name.removeprefix("vllm::")] += SUMS_INSIDE[name]
         original(self, graph, example_inputs)
         raise _TracedError
 

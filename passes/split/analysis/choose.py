@@ -209,6 +209,8 @@ def choose_split_of_host(
     """
     if not any(is_call(node, *ops.STARTS, *ops.MM_STARTS) for node in graph.nodes):
         return NotSplit(SplitRefusal.NO_COMMUNICATION, "no fused call in the piece whose time could be hidden")
+    if host.refused is not None:
+        return NotSplit(host.refused.reason, host.refused.detail)
     if config.split_tokens is None and profile is None:
         return _no_profile()
     axis = find_token_axis(graph, piece=True)

@@ -95,7 +95,7 @@ def _borders(graph: fx.Graph) -> list[fx.Node]:
     norm: fx.Node | None = None
     summed: torch.Tensor | None = None
     for node in graph.nodes:
-        name = _name(node)
+        name = name_of_call(node)
         if name == ALL_REDUCE.name:
             norm, summed = None, _tensor(node)
         elif _normalised(node) is not None and _same_shape(_tensor(node), summed):
@@ -116,7 +116,7 @@ def _sew(graph: fx.Graph, norm: fx.Node) -> fx.Node | None:
     """
     hidden, residual = _results(graph, norm)
     like, other = (node.meta.get("example_value") for node in (hidden, residual))
-    group_names = {_group_name(node) for node in graph.nodes if _name(node) == ALL_REDUCE.name}
+    group_names = {_group_name(node) for node in graph.nodes if name_of_call(node) == ALL_REDUCE.name}
     if not isinstance(like, FakeTensor) or not isinstance(other, FakeTensor) or len(group_names) != 1:
         return None
     if like.dtype != other.dtype or not same_shape(like, other):
@@ -151,7 +151,7 @@ def _sew(graph: fx.Graph, norm: fx.Node) -> fx.Node | None:
 
 def _results(graph: fx.Graph, norm: fx.Node) -> tuple[fx.Node, fx.Node]:
     """The nodes of the hidden states that ``norm`` computes, and of the residual beside them."""
-    if _name(norm) != ADD_NORM.name:
+    if name_of_call(norm) != ADD_NORM.name:
         residual = _normalised(norm)
         assert residual is not None, "a norm, as it is a border"
         return norm, residual
@@ -184,7 +184,7 @@ def _normalised(node: fx.Node) -> fx.Node | None:
 
     A norm is an operator of vLLM's, torch's LayerNorm, or written out in single operators.
     """
-    if _name(node) in _NORMS or node.target is torch.nn.functional.layer_norm:
+    if name_of_call(node) in _NORMS or node.target is torch.nn.functional.layer_norm:
         return node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
     return _normalised_in_float32(node) if node.target == "to" else None
 
@@ -218,7 +218,7 @@ def _same_shape(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     return one is not None and other is not None and same_shape(one, other)
 
 
-def _name(node: fx.Node) -> str:
+def name_of_call(node: fx.Node) -> str:
     """``library::operator`` of a call. In Dynamo's graphs the target is an operator with all its overloads, or one overload."""
     target: Any = node.target
     if isinstance(target, torch._ops.OpOverload):

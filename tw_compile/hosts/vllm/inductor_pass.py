@@ -28,23 +28,24 @@ from tw_compile.gating.facts import Settings
 from tw_compile.gating.gate import Gate
 from tw_compile.hosts.vllm import attention as halves
 from tw_compile.hosts.vllm import plan
+from tw_compile.hosts.vllm.buffers import write_no_buffers
 from tw_compile.hosts.vllm.long_steps import add_long_steps
 from tw_compile.hosts.vllm.operators import ATTENTION
 from tw_compile.hosts.vllm.options import switched_off, vllm_config
 from tw_compile.hosts.vllm.plan import Engine, observed
-from tw_compile.hosts.vllm.reasons import HostRefusal, WholeAttention
+from tw_compile.hosts.vllm.reasons import GroupRefusal, WholeAttention
+from tw_compile.hosts.vllm.state import called_operator, state_operator
 from tw_compile.hosts.vllm.ways import Way, way_to_compile
 from tw_compile.kernels.registry import load
 from tw_compile.passes.fusion.forms import host_call
 from tw_compile.passes.operators import AttentionOperator
-from tw_compile.passes.reasons import HostAttention
+from tw_compile.passes.reasons import HostAttention, SplitRefusal, SplitRefused
 from tw_compile.passes.split import HostGraph
 from tw_compile.pipeline import TWCompilePass
 
 logger = logging.getLogger("vllm.tw_compile")  # a child of vLLM's logger, which alone has a handler
 
 _USE_STORED = "tw_compile.tuning.calibrate:use_stored"
-_STATE_SPACE = ("mamba", "gdn", "linear_attention", "short_conv", "kda", "plamo2")
 
 
 class VllmPass(InductorPass):
@@ -89,12 +90,12 @@ class VllmPass(InductorPass):
         attention = self._attention(graph, compile_range.start)
         way = way_to_compile()
         host_us = 0.0 if way is Way.SPLIT else plan.SPLIT_HOST_US
-        host = HostGraph(counts, attention, host_us, captured, ATTENTION.kernel)
+        host = HostGraph(counts, attention, host_us, captured, ATTENTION.kernel, _split_refusal(graph, self.engine))
         pieces = host.attention is HostAttention.ELSEWHERE
         records_experts = self.engine is not None and self.engine.returns_experts
         whole = (pieces and self.long_ranges) or records_experts or way is Way.WHOLE
         passes = TWCompilePass(replace(self.config, split="off") if whole else self.config)
-        refused = _refusal(graph, self.engine)
+        refused = None if self.engine is None else self.engine.refusal()
         result = passes.refuse(graph, *refused) if refused else passes.rewrite(graph, self._gate(), host)
         result.tokens = host.counts
         result.fused_by_host = sum(_is_flashinfer_fusion(node) for node in graph.nodes)
@@ -139,9 +140,22 @@ class VllmPass(InductorPass):
         logger.info("tw_compile: attention of %d tokens and more is not split, %s: %s", least_tokens, *refused)
         return HostAttention.ONCE
 
+    def before_split(self, graph: fx.GraphModule) -> None:
+        """Prepare the graph of a whole model, so that its pieces can be fused. What it computes stays the same to the bit."""
+        refused = self.engine is not None and self.engine.refusal() is not None
+        if refused or not self.config.fuse or switched_off(os.environ):
+            return
+        count = write_no_buffers(graph)
+        if count:
+            logger.info("tw_compile: %d sums go to their norms directly, where the model copies them to buffers", count)
+
     def behind_split(self, backend: Any, graph: fx.GraphModule, example_inputs: Sequence[Any], function: Any) -> Any:
         """``function``, which vLLM made of ``graph``, with another way to run long steps added."""
         if not self.long_ranges or backend.is_encoder:
+            return function
+        found = state_operator(graph.graph)
+        if found:
+            logger.info("tw_compile: no groups of layers, %s: the model calls %s", GroupRefusal.STATE_SPACE, found)
             return function
         layers = self.config.vllm_layer_groups
         return add_long_steps(backend, graph, example_inputs, function, self.long_ranges, layers, self.tried)
@@ -172,26 +186,24 @@ def _observed(settings: Settings) -> Settings:
     return settings if group is None else observed(settings, group.device_communicator)
 
 
-def _refusal(graph: fx.Graph, engine: Engine | None) -> tuple[HostRefusal, str] | None:
-    """Why the graph stays as it is: by the engine's configuration where that is known, or by an operator."""
-    refused = None if engine is None else engine.refusal()
-    if refused is not None:
-        return refused
-    for node in graph.nodes:
-        name = _called(node)
-        if name.startswith("vllm::") and any(word in name for word in _STATE_SPACE):
-            return HostRefusal.STATE_SPACE, f"the piece calls {name}"
+def _split_refusal(graph: fx.Graph, engine: Engine | None) -> SplitRefused | None:
+    """Why the graph is not split: its model has a state, says the engine where it is known, or one of the graph's operators.
+
+    A state goes from each token to the next, so half 2 would have to begin with what half 1 has left. The operators are outside
+    of pieces, but not of the one graph of ``use_inductor_graph_partition``.
+    """
+    found = state_operator(graph)
+    if found:
+        return SplitRefused(SplitRefusal.STATE_SPACE, f"{found} hands a state from each token to the next")
+    if engine is not None and engine.state_space:
+        return SplitRefused(
+            SplitRefusal.STATE_SPACE, "the model has layers that hand a state from each token to the next"
+        )
     return None
 
 
-def _called(node: fx.Node) -> str:
-    """The operator that a node calls, also through ``auto_functionalized``."""
-    target = node.args[0] if compat.is_higher_order(node.target) and node.args else node.target
-    return target._schema.name if isinstance(target, compat.OpOverload) else ""
-
-
 def _is_flashinfer_fusion(node: fx.Node) -> bool:
-    return _called(node) == "vllm::flashinfer_trtllm_fused_allreduce_norm"
+    return called_operator(node) == "vllm::flashinfer_trtllm_fused_allreduce_norm"
 
 
 def _log(result: report.GraphReport) -> None:

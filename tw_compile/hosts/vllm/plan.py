@@ -45,7 +45,8 @@ class Engine:
 
     ``max_tokens`` is ``max_num_batched_tokens``. ``dtype`` is that of the model, such as ``bfloat16``. Steps of up to
     ``captured_tokens`` tokens may have CUDA graphs. ``quantised``: the weights are quantised. ``lora``: there may be adapters.
-    ``returns_experts``: a step's choices of experts are recorded, by the numbers of its tokens.
+    ``returns_experts``: a step's choices of experts are recorded, by the numbers of its tokens. ``state_space``: some layers
+    hand a state from each token to the next, as Mamba and linear attention do.
     """
 
     tensor_parallel_size: int
@@ -77,7 +78,6 @@ class Engine:
             ),
             (self.batch_invariant, HostRefusal.BATCH_INVARIANT, "VLLM_BATCH_INVARIANT fixes the order of sums"),
             (self.dual_batch_overlap, HostRefusal.DUAL_BATCH_OVERLAP, "two threads would share one slot of a kernel"),
-            (self.state_space, HostRefusal.STATE_SPACE, "Mamba or linear attention layers have not been tried"),
         )
         return next(((reason, detail) for applies, reason, detail in reasons if applies), None)
 
@@ -94,6 +94,7 @@ class Engine:
             (not asked, GroupRefusal.NOT_ASKED_FOR, "vllm_layer_groups is 0, or nothing is fused"),
             (self.one_graph, GroupRefusal.ONE_GRAPH, "use_inductor_graph_partition is on"),
             (self.speculative, GroupRefusal.SPECULATIVE, "a draft's model is compiled beside the model"),
+            (self.state_space, GroupRefusal.STATE_SPACE, "layers with a state run by pieces, as vLLM runs them"),
             (at_most + 1 >= self.max_tokens, GroupRefusal.NO_LONG_STEPS, none_longer),
         )
         refused = next(((reason, detail) for applies, reason, detail in reasons if applies), None)
@@ -295,6 +296,8 @@ def _not_planned(
         return f"split {config.split}: none, a step's choices of experts are recorded by its tokens' numbers"
     if engine.lora:
         return f"split {config.split}: none, adapters' kernels sort the tokens of a whole step by their adapter"
+    if engine.state_space:
+        return f"split {config.split}: none, a state goes from each token to the next"
     if config.split != "auto":
         return f"split {config.split}"
     if first >= engine.max_tokens:
@@ -390,8 +393,11 @@ def ranges_from(first: int, ends: list[int], max_tokens: int) -> tuple[tuple[int
 
 
 def fuses_all(engine: Engine, config: Config, choices: tuple[Gate, ...]) -> bool:
-    """Whether all sums of the engine's steps are fused, whichever of the kinds of node the workers find."""
-    if not config.fuse or config.fuse_min_bytes or config.fuse_max_bytes is not None:
+    """Whether all sums of the engine's steps are fused, whichever of the kinds of node the workers find.
+
+    Operators that keep a state may do sums by themselves, so nobody knows it of engines with such layers.
+    """
+    if not config.fuse or config.fuse_min_bytes or config.fuse_max_bytes is not None or engine.state_space:
         return False
     row_bytes = row_bytes_of(engine)
     return config.transport != "auto" or all(

@@ -102,7 +102,7 @@ def _keep_norms_apart(engine: Any, config: Config) -> None:
 
 
 def _wrap_backend() -> None:
-    """Give the pass the graph that vLLM has split into pieces, so that it can add another way to run it."""
+    """Give the pass the graph before vLLM splits it into pieces, and after, so that it can add another way to run it."""
     from vllm.compilation.backends import VllmBackend
 
     original = VllmBackend.__call__
@@ -113,6 +113,11 @@ def _wrap_backend() -> None:
 
         compilation = self.vllm_config.compilation_config
         inside = compilation.inductor_compile_config.get(current_platform.pass_key)
+        try:
+            if hasattr(inside, "before_split"):
+                inside.before_split(graph)
+        except Exception as error:
+            _failed(error, "vLLM's graph", inside.config.strict)
         function = original(self, graph, example_inputs)
         try:
             if hasattr(inside, "behind_split"):

@@ -12,7 +12,6 @@ class HostRefusal(StrEnum):
     NOT_COMPILED = "not_compiled"
     BATCH_INVARIANT = "batch_invariant"
     DUAL_BATCH_OVERLAP = "dual_batch_overlap"
-    STATE_SPACE = "state_space"
     SLOT_TAKEN = "slot_taken"
 
 
@@ -33,6 +32,7 @@ class GroupRefusal(StrEnum):
 
     ONE_GRAPH = "one_graph"
     SPECULATIVE = "speculative"
+    STATE_SPACE = "state_space"
     NO_LONG_STEPS = "no_long_steps"
     NOT_ASKED_FOR = "not_asked_for"
 
