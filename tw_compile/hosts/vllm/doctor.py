@@ -11,10 +11,11 @@ from tw_compile.config import Config
 from tw_compile.environment import ENABLE
 from tw_compile.gating.gate import Gate
 from tw_compile.hosts.vllm import dispatch, plan
+from tw_compile.hosts.vllm.known import known_before
 from tw_compile.hosts.vllm.options import asked_options, host_of, switched_off, vllm_config
 from tw_compile.hosts.vllm.settings import NEWEST
 from tw_compile.kernels.collective.transports import NO_PEER_ACCESS
-from tw_compile.planning import DeviceProfile, LayerShape, layer_shape, profile_of_device
+from tw_compile.planning import LayerShape, layer_shape
 
 Report = dict[str, Any]
 
@@ -40,7 +41,6 @@ def examine(
     asked = asked_options(None, environment)
     config = vllm_config(asked or {}, version or _TESTED, disable_custom_all_reduce=False)
     choices = plan.gates(config, capability, peer_access)
-    profile = None if device_name is None else profile_of_device(device_name)
     engines = [plan.Engine(size, HIDDEN_SIZE, "bfloat16", MAX_TOKENS) for size in WORLD_SIZES]
     return {
         "installed": version,
@@ -49,7 +49,7 @@ def examine(
         "enabled": _enabled(environment, asked is not None),
         "peer_access": peer_access,
         "settings": asdict(choices[0].settings),
-        "groups": [_group(engine, config, choices, capability, profile) for engine in engines],
+        "groups": [_group(engine, config, choices, capability, device_name) for engine in engines],
     }
 
 
@@ -127,7 +127,7 @@ def _group(
     config: Config,
     choices: tuple[Gate, ...],
     capability: tuple[int, int] | None,
-    profile: DeviceProfile | None,
+    device_name: str | None,
 ) -> Report:
     world_size = engine.tensor_parallel_size
     settings = plan.settings_of(choices[0])
@@ -139,13 +139,19 @@ def _group(
     groups = _groups_of_layers(engine, config, limit)
     inside = "from_tokens" in groups
     first = groups["from_tokens"] if inside else 1 + (limit or 0) // plan.row_bytes_of(engine)
-    split_for = (profile, _layer(world_size)) if config.split == "auto" else (None, None)
-    ranges, split, _ = plan.planned_ranges(engine, config, choices, first, ends, split_for, inside, both_ways=inside)
+    split_for, forecast = plan.SplitFor(), ""
+    if config.split == "auto":
+        known = known_before(config, device_name, world_size, choices)
+        waits = known.by_ranks and known.profile is None
+        split_for = plan.SplitFor(known.profile, _layer(world_size), known.link, waits)
+        if known.by_ranks and known.profile is not None:
+            forecast = f" (forecast for {known.profile.name}; the ranks plan by what they measure)"
+    ranges, split, *_ = plan.planned_ranges(engine, config, choices, first, ends, split_for, inside, groups=inside)
     return {
         "world_size": world_size,
         "ranges_end_at": sorted({*ends, *(end for _, end in ranges[:-1])}),
         "groups_of_layers": groups,
-        "split": split,
+        "split": split + forecast,
         "flashinfer_fusion_bytes": limit,
         "flashinfer_fusion_bytes_of_vllm": default,
         "thresholds": {gate.node.device_class: plan.thresholds_of(engine, gate) for gate in choices},
