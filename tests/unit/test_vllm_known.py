@@ -189,13 +189,27 @@ def ranges_of(split_for: plan.SplitFor, groups: bool = True) -> plan.PlannedRang
 
 
 def test_what_only_the_ranks_know_is_left_to_them() -> None:
-    """With what they have measured they cut ranges, and try one both ways."""
+    """By what they have measured they plan. It is an estimate, so the start measures every range that is to be split."""
     coarse = ((513, 2048), (2049, 4096))
     left = ranges_of(plan.SplitFor(None, LAYER, by_ranks=True))
     assert left == (coarse, "split auto: planned by the ranks, by what they measure of this node", (), True)
     assert ranges_of(plan.SplitFor(PROFILE, LAYER, by_ranks=True)) == left  # so a second start compiles the same ranges
     planned = ranges_of(plan.SplitFor(PROFILE, LAYER))
-    assert planned.tried and not planned.by_ranks and {end for _, end in coarse} < {end for _, end in planned.ranges}
+    assert planned.tried and not planned.by_ranks and {end for _, end in coarse} <= {end for _, end in planned.ranges}
+    planner = plan.split_planner(PROFILE, LAYER, ENGINE, VLLM, plan.gates(VLLM, NODE.capability), True, 0.0)
+    assert planned.tried == tuple(ends for ends in planned.ranges if planner.split(*ends) is not None)
+    assert planned.text == (
+        f"split auto: steps of {planned.tried[0][0]} to 4096 tokens where the start measures that this is faster"
+    )
+    known_better = ranges_of(plan.SplitFor(replace(PROFILE, estimated=False), LAYER))
+    assert "this is faster" not in known_better.text and (2049, 4096) not in known_better.tried
+
+
+def test_ranges_that_are_not_to_be_split_are_not_tried() -> None:
+    link = replace(PROFILE.fused["push"], link_gb_per_s=2000.0, latency_us=1.0)
+    fast = replace(PROFILE, fused={"push": link})
+    found = ranges_of(plan.SplitFor(fast, LAYER))
+    assert found.tried == () and found.text == "split auto: none of up to 4096 tokens pays"
 
 
 def test_ranks_that_cut_no_ranges_plan_at_the_next_start() -> None:

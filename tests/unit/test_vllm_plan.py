@@ -283,7 +283,7 @@ def test_without_a_plan_the_start_says_so() -> None:
         (
             {"experts": True},
             "auto",
-            "split auto: none, layer_not_recognised: kernels of experts leave no SMs to a sum beside them",
+            "split auto: no layer with experts, layer_not_recognised: their kernels leave no SMs to a sum beside them",
         ),
         ({"experts": True}, "512", "split 512"),
         ({"quantised": True}, "512", "split 512"),

@@ -41,7 +41,7 @@ def engine_of(config: Any) -> Engine:
         captured_tokens=compilation.max_cudagraph_capture_size or 0 if graphs else 0,
         one_graph=bool(compilation.use_inductor_graph_partition),
         quantised=model.quantization is not None,
-        experts=model.is_moe,
+        experts=model.get_num_experts() > 0,
         returns_experts=bool(getattr(model, "enable_return_routed_experts", False)),
     )
 

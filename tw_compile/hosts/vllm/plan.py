@@ -277,7 +277,8 @@ def planned_ranges(
 
     The ranges end at ``ends`` and, for the split, at up to two more token counts. ``groups``: whether the ranks compile groups
     of layers for these ranges. Then a range may be compiled split and whole: there is up to one more count, and a range where
-    it depends on the host which way is faster. The ranks can also cut the ranges themselves, by what they alone know.
+    it depends on the host which way is faster. If the profile is an estimate, this is done for all ranges that shall be split.
+    The ranks can also cut the ranges themselves, by what they alone know.
     """
     ranges = ranges_from(first, ends, engine.max_tokens) if first < engine.max_tokens else ()
     text = _not_planned(engine, config, first, split_for, groups)
@@ -293,11 +294,18 @@ def planned_ranges(
             ranges, "split auto: planned by the ranks, by what they measure of this node", by_ranks=True
         )
     assert profile is not None
-    planner = split_planner(profile, layer, engine, config, choices, inside, SPLIT_HOST_US, split_for.link)
+    measured = (
+        groups and profile.estimated
+    )  # little of the device was measured, so the start measures what a split gains
+    host_us = 0.0 if measured else SPLIT_HOST_US
+    planner = split_planner(profile, layer, engine, config, choices, inside, host_us, split_for.link)
     parts = planner.cut(first, engine.max_tokens, (high for _, high in ranges))
     tried: tuple[tuple[int, int], ...] = ()
     steps = _split_steps(planner, parts)
-    if groups:
+    if measured:
+        tried = tuple((part.low, part.high) for part in parts if part.split is not None)
+        steps += " where the start measures that this is faster" if tried else ""
+    elif groups:
         of_device = split_planner(profile, layer, engine, config, choices, inside, 0.0, split_for.link)
         cut, found = _cut_for_the_host(parts, of_device)
         if found is not None:
@@ -320,9 +328,12 @@ def _not_planned(engine: Engine, config: Config, first: int, split_for: SplitFor
         return f"split {config.split}"
     if first >= engine.max_tokens:
         return f"split auto: none, vLLM fuses steps of up to {first - 1} tokens by FlashInfer"
-    for applies, what in ((engine.quantised, "quantised matmuls"), (engine.experts, "kernels of experts")):
+    for applies, what, which in (
+        (engine.quantised, "none", "quantised matmuls"),
+        (engine.experts, "no layer with experts", "their kernels"),
+    ):
         if applies:
-            return f"split auto: none, {SplitRefusal.LAYER_NOT_RECOGNISED}: {what} leave no SMs to a sum beside them"
+            return f"split auto: {what}, {SplitRefusal.LAYER_NOT_RECOGNISED}: {which} leave no SMs to a sum beside them"
     if split_for.profile is None and not (split_for.by_ranks and groups):
         later = "; once the ranks have measured this node, a start plans by that" if split_for.by_ranks else ""
         return f"split auto: none, {SplitRefusal.NO_DEVICE_PROFILE}: none says how long a layer takes{later}"
