@@ -26,7 +26,7 @@ from tw_compile import calibration, current
 from tw_compile.gating.facts import Node
 from tw_compile.hosts.vllm import ways
 from tw_compile.models.config import load_config, tensor_parallel_plan
-from tw_compile.planning import DeviceProfile, layer_shape, load_profile
+from tw_compile.planning import DeviceProfile, layer_shape, load_profile, plan_layer
 
 SLOT = "post_grad_custom_post_pass"
 ROW_BYTES = 2 * HIDDEN
@@ -262,6 +262,26 @@ def test_ranks_cut_ranges_by_what_they_measure_from_the_first_start_on(
     assert "planned for no device profile: split auto: none, no_device_profile" in said[0]
     steps = f"steps of {tried[0][0]} to 8192 tokens where the start measures that this is faster"
     assert f"planned for NVIDIA L40S, estimated: split auto: {steps}" in said[1]
+
+
+@pytest.mark.usefixtures("groups", "unknown_device")
+@pytest.mark.parametrize("peers", [True, False])
+def test_ranks_plan_for_how_their_kernels_send_rows(folder: Path, monkeypatch: pytest.MonkeyPatch, peers: bool) -> None:
+    """The GPUs reach each other, whether peer access is used or not."""
+    from tw_compile.hosts.vllm import inductor_pass, plan
+    from tw_compile.planning.links import shipped_link
+
+    monkeypatch.setenv("TW_COMPILE_PEER_ACCESS", str(int(peers)))
+    found = slot_of(long_steps(folder))
+    monkeypatch.setattr(inductor_pass, "current_profile", lambda config: slow_node())
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        plan, "plan_layer", lambda *given, **options: seen.append(options) or plan_layer(*given, **options)
+    )
+    ranges, tried = found._ranges()
+    expected = (None, None) if peers else ("host", shipped_link())
+    assert seen and all((options["kernel"], options["link"]) == expected for options in seen)
+    assert tried and set(tried) <= set(ranges)
 
 
 @pytest.mark.usefixtures("unknown_device")

@@ -34,6 +34,7 @@ from tw_compile.hosts.vllm.options import switched_off, vllm_config
 from tw_compile.hosts.vllm.plan import Engine, observed
 from tw_compile.hosts.vllm.reasons import HostRefusal, WholeAttention
 from tw_compile.hosts.vllm.ways import Way, way_to_compile
+from tw_compile.kernels.collective.transport import group_facts
 from tw_compile.kernels.registry import load
 from tw_compile.passes.fusion.forms import host_call
 from tw_compile.passes.operators import AttentionOperator
@@ -157,8 +158,10 @@ class VllmPass(InductorPass):
         """The ranges of long steps, and those tried. If the ranks plan them, all do so by facts that they agree on."""
         if self.layer is None or self.engine is None:
             return self.long_ranges, self.tried
-        gate = self._gate()
-        profile = current_profile(self.config)
+        gate, profile = self._gate(), current_profile(self.config)
+        # A gate goes by what the GPUs can do, as vLLM does. Our kernels may leave peer access unused.
+        peers = group_facts(parallel_state.get_tp_group().unique_name, "cuda").peer_access
+        gate = replace(gate, node=replace(gate.node, peer_access=peers))
         split_for = plan.SplitFor(profile, self.layer, current_link(profile, self.config))
         first, ends = self.long_ranges[0][0], [high for _, high in self.long_ranges[:-1]]
         planned = plan.planned_ranges(
