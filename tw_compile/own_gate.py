@@ -1,4 +1,7 @@
-"""The gate that this process would use if it were alone, from options, environment variables and tables. Imports no torch."""
+"""The gate that this process would use if it were alone, from options, environment variables and tables. Imports no torch.
+
+And whether these tables say what a node does, or a calibration does.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,11 @@ import os
 import sys
 
 from tw_compile.config import Config
-from tw_compile.gating.facts import HostFacts, Node, Settings
+from tw_compile.gating.facts import Backend, HostFacts, Node, Settings
 from tw_compile.gating.gate import Gate
 from tw_compile.gating.layers import Layer, tables_of, threshold_layers
 from tw_compile.gating.wire_accuracy import load_accuracy
+from tw_compile.kernels.transports.selection import shipped_steps, user_steps
 
 
 def own_gate(config: Config, node: Node, calibrated: Layer | None = None) -> Gate:
@@ -29,6 +33,22 @@ def own_gate(config: Config, node: Node, calibrated: Layer | None = None) -> Gat
     layers = threshold_layers(config.thresholds, node.device_class, calibrated=calibrated)
     accuracy = None if config.wire_accuracy is None else load_accuracy(config.wire_accuracy)
     return Gate(node, settings, tables_of(layers, node.device_class), accuracy)
+
+
+def calibrates(config: Config) -> bool:
+    """Whether a calibration may count, if the node is not measured otherwise: it is about the transport that ``auto`` takes."""
+    return config.calibrate != "off" and config.fuse and config.transport == "auto"
+
+
+def is_measured(config: Config, node: Node, device_name: str, world_size: int, transport: str) -> bool:
+    """Whether tables that are shipped, or the user's, say what such ranks do. Then no calibration counts.
+
+    Raises:
+        ValueError: A thresholds file, or an environment variable, is wrong.
+    """
+    steps = any(of(device_name, world_size, transport) for of in (user_steps, shipped_steps))
+    entries = own_gate(config, node).entries(world_size, Backend.NCCL)
+    return steps and any(entry.source.kind == "measured" for entry in entries)
 
 
 def _one_shot_bytes() -> int:

@@ -175,13 +175,13 @@ def planned(
 ) -> tuple[tuple[tuple[int, int], ...], str]:
     """The ranges of an engine, and what its start says of the split; changes of the engine's, or of options."""
     layer = layer_of(name, ranks)
-    both_ways = changes.pop("both_ways", False)
+    groups = changes.pop("groups", False)
     options = {key: changes.pop(key) for key in [*changes] if key in Config.__dataclass_fields__}
     config = Config(**{"host": "vllm-0.24", "split": "auto", **options})
     engine = replace(ENGINE, tensor_parallel_size=ranks, hidden_size=layer.hidden_size, **changes)
     choices = plan.gates(config, (9, 0))
     ends = plan.range_endpoints(engine, config, choices)
-    return plan.planned_ranges(engine, config, choices, first, ends, (H200, layer), inside, both_ways)[:2]
+    return plan.planned_ranges(engine, config, choices, first, ends, plan.SplitFor(H200, layer), inside, groups)[:2]
 
 
 @pytest.mark.full
@@ -224,7 +224,7 @@ def test_a_range_that_only_the_host_may_slow_down_is_compiled_both_ways(name: st
     layer, config = layer_of(name, ranks), Config(host="vllm-0.24", split="auto")
     engine = replace(ENGINE, tensor_parallel_size=ranks, hidden_size=layer.hidden_size, max_tokens=most)
     choices = plan.gates(config, (9, 0))
-    found = plan.planned_ranges(engine, config, choices, 513, [], (H200, layer), True, both_ways=True)
+    found = plan.planned_ranges(engine, config, choices, 513, [], plan.SplitFor(H200, layer), True, groups=True)
     ((low, high),) = found.tried
     assert (low, high) in found.ranges and {end for _, end in whole} <= {end for _, end in found.ranges}
     assert f"steps of {low} to {high} tokens where the start measures" in found.text
@@ -275,10 +275,12 @@ def test_without_a_plan_the_start_says_so() -> None:
     engine, config = replace(ENGINE, tensor_parallel_size=4), Config(host="vllm-0.24", split="auto")
 
     def line(profile: Any, layer: Any, config: Config = config) -> Any:
-        return plan.planned_ranges(engine, config, plan.gates(config, (9, 0)), 513, [], (profile, layer), True)[:2]
+        return plan.planned_ranges(
+            engine, config, plan.gates(config, (9, 0)), 513, [], plan.SplitFor(profile, layer), True
+        )[:2]
 
     whole = ((513, 8192),)
-    assert line(None, None) == (whole, "split auto: none, no device profile says how long a layer takes")
+    assert line(None, None) == (whole, "split auto: none, no_device_profile: none says how long a layer takes")
     ranges, said = line(H200, None)
     assert ranges == ((513, 1024), (1025, 4096), (4097, 8192)) and "read off its graph" in said
     assert line(None, None, replace(config, split="off")) == (whole, "split off")
@@ -288,7 +290,17 @@ def test_without_a_plan_the_start_says_so() -> None:
 @pytest.mark.parametrize(
     ("change", "split", "expected"),
     [
-        ({"quantised": True}, "auto", "split auto: none, as quantised matmuls leave no SMs to a sum beside them"),
+        (
+            {"quantised": True},
+            "auto",
+            "split auto: none, layer_not_recognised: quantised matmuls leave no SMs to a sum beside them",
+        ),
+        (
+            {"experts": True},
+            "auto",
+            "split auto: no layer with experts, layer_not_recognised: their kernels leave no SMs to a sum beside them",
+        ),
+        ({"experts": True}, "512", "split 512"),
         ({"quantised": True}, "512", "split 512"),
         (
             {"returns_experts": True},
@@ -303,8 +315,10 @@ def test_without_a_plan_the_start_says_so() -> None:
 def test_the_start_says_what_is_not_split_for_its_operators(change: dict[str, Any], split: str, expected: str) -> None:
     layer = layer_of("llama-3.3-70b", 4)
     engine, config = replace(ENGINE, tensor_parallel_size=4, **change), Config(host="vllm-0.24", split=split)
-    found = plan.planned_ranges(engine, config, plan.gates(config, (9, 0)), 513, [], (H200, layer), True)
-    assert found == (((513, 8192),), expected, ())
+    found = plan.planned_ranges(
+        engine, config, plan.gates(config, (9, 0)), 513, [], plan.SplitFor(H200, layer), True, groups=True
+    )
+    assert found == (((513, 8192),), expected, (), False)
 
 
 @pytest.mark.parametrize(
@@ -390,7 +404,7 @@ def test_doctor_shows_what_vllm_would_do(monkeypatch: pytest.MonkeyPatch) -> Non
     assert report["installed"] is None and report["dispatch"] == "vllm-0.24"
     assert report["enabled"].startswith("yes") and "leaves out tw_compile" in report["plugin"]
     last = report["groups"][-1]
-    assert last["ranges_end_at"] == [15, 4095] and last["split"].startswith("split auto: none, no device profile")
+    assert last["ranges_end_at"] == [15, 4095] and last["split"].startswith("split auto: none, no_device_profile")
     first = [group["groups_of_layers"]["from_tokens"] for group in report["groups"]]
     assert first == [513, 513, 513]  # at 2 ranks FlashInfer's up to 64 MiB are ours
     assert (last["flashinfer_fusion_bytes"], last["flashinfer_fusion_bytes_of_vllm"]) == (256 * KIB, 512 * KIB)
@@ -402,7 +416,7 @@ def test_doctor_shows_what_vllm_would_do(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_doctor_says_which_steps_would_be_split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tw_compile.hosts.vllm.doctor.vllm_config", lambda *given, **rest: replace(VLLM, split="auto"))
     of_four = examine({}, (9, 0), "NVIDIA H200")["groups"][1]
-    ranges, line = planned(both_ways=True)
+    ranges, line = planned(groups=True)
     assert of_four["split"] == line and of_four["ranges_end_at"] == [end for _, end in ranges[:-1]]
     assert "where the start measures that the host launches them in time" in line
-    assert "no device profile" in examine({}, (9, 0), "another")["groups"][1]["split"]
+    assert "planned by the ranks, by what they measure" in examine({}, (9, 0), "another")["groups"][1]["split"]

@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +17,16 @@ from typing import Any
 import pytest
 import torch
 import torch.fx as fx
+from calibrations import FOUND
 from fake_vllm import HIDDEN, MAX_TOKENS, dispatch, engine_config
 from graph_builder import GraphBuilder
 
 import tw_compile
+from tw_compile import calibration, current
+from tw_compile.gating.facts import Node
 from tw_compile.hosts.vllm import ways
+from tw_compile.models.config import load_config, tensor_parallel_plan
+from tw_compile.planning import DeviceProfile, layer_shape, load_profile, plan_layer
 
 SLOT = "post_grad_custom_post_pass"
 ROW_BYTES = 2 * HIDDEN
@@ -181,6 +187,126 @@ def test_the_start_says_in_one_line_what_is_on(folder: Path, on: None, vllm_log:
         line.startswith(f"tw_compile: on, 2 ranks, {dispatch()}; fusing")
         and f"token ranges end at {MAX_TOKENS}" in line
     )
+
+
+def slow_node() -> DeviceProfile:
+    """A profile as a calibration makes it. Nobody has measured these numbers."""
+    h200 = load_profile("H200")
+    return replace(
+        h200,
+        name="NVIDIA L40S, estimated",
+        device_names=("NVIDIA L40S",),
+        all_reduce={"nccl": replace(h200.all_reduce["nccl"], link_gb_per_s=60.0)},
+        fused={"push": replace(h200.fused["push"], link_gb_per_s=60.0)},
+        kernel="push",
+        estimated=True,
+    )
+
+
+@pytest.fixture
+def unknown_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The GPU has no shipped profile, and nobody has measured the node. The model's layers are those of Llama-3.1-8B."""
+    from vllm.platforms import current_platform
+
+    name = classmethod(lambda cls, device_id=0: "NVIDIA L40S")
+    monkeypatch.setattr(type(current_platform), "get_device_name", name)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    model = load_config("llama-3.1-8b")
+    layer = layer_shape(model, tensor_parallel_plan(model), 2, merged=True)
+    monkeypatch.setattr("tw_compile.hosts.vllm.engine.layer_of", lambda engine: layer)
+
+
+def long_steps(folder: Path, overrides: dict[str, Any] | None = None, **options: Any) -> Any:
+    """An engine whose steps have up to 8192 tokens, and no fusion by FlashInfer. ``overrides``: of the model."""
+    compilation = {"pass_config": {"fuse_allreduce_rms": False}}
+    return engine_config(
+        folder,
+        compilation=compilation,
+        additional_config={"tw_compile": options},
+        max_num_batched_tokens=8192,
+        max_model_len=8192,
+        hf_overrides={"max_position_embeddings": 8192, **(overrides or {})},
+    )
+
+
+def keep_calibration() -> None:
+    """As the ranks of the first start do."""
+    here = current.measured_on("NVIDIA L40S", 2, Node((9, 0), False), True)
+    calibration.store(calibration.default_folder(), replace(FOUND, measured_on=here, profile=slow_node()))
+
+
+@pytest.mark.usefixtures("groups", "unknown_device")
+def test_ranks_cut_ranges_by_what_they_measure_from_the_first_start_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, vllm_log: pytest.LogCaptureFixture
+) -> None:
+    """The second start has the same keys, so that it finds in vLLM's caches what the first one has compiled."""
+    from tw_compile.hosts.vllm import inductor_pass
+
+    first = long_steps(folder)
+    assert "split auto: planned by the ranks, by what they measure of this node" in vllm_log.text
+    keep_calibration()
+    second = long_steps(folder)
+    assert slot_of(second).uuid() == slot_of(first).uuid()
+    assert second.compilation_config.compute_hash() == first.compilation_config.compute_hash()
+    seen: list[Any] = []
+    monkeypatch.setattr(inductor_pass, "add_long_steps", lambda *given: seen.append(given[4:]))
+    backend = SimpleNamespace(is_encoder=False)
+    vllm_log.clear()
+    for profile in (None, slow_node()):
+        monkeypatch.setattr(inductor_pass, "current_profile", lambda config, profile=profile: profile)
+        slot_of(first).behind_split(backend, None, [], None)
+    (unplanned, _, none), (ranges, _, tried) = seen
+    assert unplanned == ((513, 8192),) and none == ()
+    assert ranges[0][0] == 513 and ranges[-1][1] == tried[-1][1] == 8192 and set(tried) <= set(ranges)
+    said = [message for message in vllm_log.messages if "planned for" in message]
+    assert "planned for no device profile: split auto: none, no_device_profile" in said[0]
+    steps = f"steps of {tried[0][0]} to 8192 tokens where the start measures that this is faster"
+    assert f"planned for NVIDIA L40S, estimated: split auto: {steps}" in said[1]
+
+
+@pytest.mark.usefixtures("groups", "unknown_device")
+@pytest.mark.parametrize("peers", [True, False])
+def test_ranks_plan_for_how_their_kernels_send_rows(folder: Path, monkeypatch: pytest.MonkeyPatch, peers: bool) -> None:
+    """The GPUs reach each other, whether peer access is used or not."""
+    from tw_compile.hosts.vllm import inductor_pass, plan
+    from tw_compile.planning.links import shipped_link
+
+    monkeypatch.setenv("TW_COMPILE_PEER_ACCESS", str(int(peers)))
+    found = slot_of(long_steps(folder))
+    monkeypatch.setattr(inductor_pass, "current_profile", lambda config: slow_node())
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        plan, "plan_layer", lambda *given, **options: seen.append(options) or plan_layer(*given, **options)
+    )
+    ranges, tried = found._ranges()
+    expected = (None, None) if peers else ("host", shipped_link())
+    assert seen and all((options["kernel"], options["link"]) == expected for options in seen)
+    assert tried and set(tried) <= set(ranges)
+
+
+@pytest.mark.usefixtures("unknown_device")
+def test_without_groups_of_layers_a_second_start_plans_by_what_the_first_measured(
+    folder: Path, vllm_log: pytest.LogCaptureFixture
+) -> None:
+    first = long_steps(folder, vllm_layer_groups=0)
+    assert "once the ranks have measured this node, a start plans by that" in vllm_log.text
+    keep_calibration()
+    second = long_steps(folder, vllm_layer_groups=0)
+    ends = [config.compilation_config.compile_ranges_endpoints for config in (first, second)]
+    assert ends[0] == [8192] and len(ends[1]) > 1 and f"split auto: steps of {ends[1][-2] + 1} to 8192" in vllm_log.text
+
+
+@pytest.mark.parametrize("device", ["known", "unknown"])
+def test_nothing_is_cut_or_tried_for_layers_with_experts(
+    folder: Path, request: pytest.FixtureRequest, vllm_log: pytest.LogCaptureFixture, device: str
+) -> None:
+    if device == "unknown":
+        request.getfixturevalue("unknown_device")
+    experts = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
+    found = slot_of(long_steps(folder, experts))
+    assert "split auto: no layer with experts, layer_not_recognised: their kernels leave no SMs" in vllm_log.text
+    assert found.long_ranges == ((513, 8192),) and not found.tried and found.layer is None
+    assert not slot_of(long_steps(folder)).engine.experts
 
 
 def test_an_internal_error_leaves_the_configuration_and_warns_once(

@@ -36,7 +36,7 @@ from tw_compile.calibration import (
 )
 from tw_compile.config import Config
 from tw_compile.current import current_node, measured_on
-from tw_compile.gating.facts import Backend, Node
+from tw_compile.gating.facts import Node
 from tw_compile.gating.hosts import DEFAULT_HOST
 from tw_compile.gating.table import Table
 from tw_compile.harness.launch import Progress
@@ -46,8 +46,7 @@ from tw_compile.harness.requests import UsageError
 from tw_compile.harness.versions import nccl_version
 from tw_compile.kernels.collective.transport import group_facts
 from tw_compile.kernels.collective.transports import TRANSPORTS, GroupFacts, choose_transport
-from tw_compile.kernels.transports.selection import shipped_steps, user_steps
-from tw_compile.own_gate import own_gate
+from tw_compile.own_gate import calibrates, is_measured
 from tw_compile.planning.device import shipped_profile
 from tw_compile.planning.links import shipped_link
 from tw_compile.tuning.candidates import candidates, for_planner
@@ -157,7 +156,7 @@ def _device() -> torch.device:
 
 
 def _may_calibrate(config: Config) -> bool:
-    if config.calibrate == "off" or not config.fuse or config.transport != "auto" or dist.group.WORLD in asked_in:
+    if not calibrates(config) or dist.group.WORLD in asked_in:
         return False
     return over_nccl() and dist.is_gloo_available() and not torch.cuda.is_current_stream_capturing()
 
@@ -199,9 +198,7 @@ def transports_of(facts: GroupFacts, node: Node) -> list[str]:
 
 def answer(config: Config, node: Node, here: MeasuredOn, transport: str, folder: Path | None) -> Answer:
     """This rank's own state: what it would do if it were alone."""
-    steps = [of(here.device_name, here.world_size, transport) for of in (user_steps, shipped_steps)]
-    entries = own_gate(config, node).entries(here.world_size, Backend.NCCL)
-    if any(steps) and any(entry.source.kind == "measured" for entry in entries):
+    if is_measured(config, node, here.device_name, here.world_size, transport):
         return "measured", ""
     calibration = stored(folder, here)
     return ("measure", "") if calibration is None else ("stored", text_of(calibration))

@@ -12,9 +12,10 @@ from tw_compile.environment import ENABLE
 from tw_compile.gating.gate import Gate
 from tw_compile.hosts.vllm import dispatch, plan
 from tw_compile.hosts.vllm.flashinfer import JOINED, Peers, Share, flashinfer_share
+from tw_compile.hosts.vllm.known import known_before
 from tw_compile.hosts.vllm.options import asked_options, host_of, switched_off, vllm_config
 from tw_compile.kernels.collective.transports import NO_PEER_ACCESS, NO_PEER_ATOMICS
-from tw_compile.planning import DeviceProfile, LayerShape, layer_shape, profile_of_device
+from tw_compile.planning import LayerShape, layer_shape
 
 Report = dict[str, Any]
 
@@ -43,7 +44,6 @@ def examine(
     asked = asked_options(None, environment)
     config = vllm_config(asked or {}, version or _TESTED, disable_custom_all_reduce=False)
     choices = plan.gates(config, capability, peer_access, peers.atomics)
-    profile = None if device_name is None else profile_of_device(device_name)
     engines = [plan.Engine(size, HIDDEN_SIZE, "bfloat16", MAX_TOKENS) for size in WORLD_SIZES]
     settings = plan.settings_of(choices[0])
     fuses = settings.flashinfer_installed or version is None  # where vLLM is not here, FlashInfer would come along
@@ -60,7 +60,7 @@ def examine(
         "peer_access": peer_access,
         "peer_atomics": peers.atomics,
         "settings": asdict(choices[0].settings),
-        "groups": [_group(engine, config, choices, profile, share(engine)) for engine in engines],
+        "groups": [_group(engine, config, choices, device_name, share(engine)) for engine in engines],
     }
 
 
@@ -134,20 +134,26 @@ def _enabled(environment: Mapping[str, str], asked: bool) -> str:
 
 
 def _group(
-    engine: plan.Engine, config: Config, choices: tuple[Gate, ...], profile: DeviceProfile | None, share: Share
+    engine: plan.Engine, config: Config, choices: tuple[Gate, ...], device_name: str | None, share: Share
 ) -> Report:
     world_size = engine.tensor_parallel_size
     ends = plan.range_endpoints(engine, config, choices)
     groups = _groups_of_layers(engine, config, share.limit)
     inside = "from_tokens" in groups
     first = groups["from_tokens"] if inside else 1 + (share.limit or 0) // plan.row_bytes_of(engine)
-    split_for = (profile, _layer(world_size)) if config.split == "auto" else (None, None)
-    ranges, split, _ = plan.planned_ranges(engine, config, choices, first, ends, split_for, inside, both_ways=inside)
+    split_for, forecast = plan.SplitFor(), ""
+    if config.split == "auto":
+        known = known_before(config, device_name, world_size, choices)
+        waits = known.by_ranks and known.profile is None
+        split_for = plan.SplitFor(known.profile, _layer(world_size), known.link, waits)
+        if known.by_ranks and known.profile is not None:
+            forecast = f" (forecast for {known.profile.name}; the ranks plan by what they measure)"
+    ranges, split, *_ = plan.planned_ranges(engine, config, choices, first, ends, split_for, inside, groups=inside)
     return {
         "world_size": world_size,
         "ranges_end_at": sorted({*ends, *(end for _, end in ranges[:-1])}),
         "groups_of_layers": groups,
-        "split": split,
+        "split": split + forecast,
         "flashinfer_fusion": share.line,
         "flashinfer_fusion_reason": share.reason,
         "flashinfer_fusion_bytes": share.limit,

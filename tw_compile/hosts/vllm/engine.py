@@ -10,9 +10,11 @@ from vllm.config import CompilationMode
 from vllm.platforms import current_platform
 
 from tw_compile.config import Config
+from tw_compile.gating.gate import Gate
+from tw_compile.hosts.vllm.known import Known, known_before
 from tw_compile.hosts.vllm.plan import Engine
 from tw_compile.models.config import tensor_parallel_plan
-from tw_compile.planning import DeviceProfile, LayerShape, layer_shape, load_profile, profile_of_device
+from tw_compile.planning import LayerShape, layer_shape
 
 logger = logging.getLogger("tw_compile")
 
@@ -39,6 +41,7 @@ def engine_of(config: Any) -> Engine:
         captured_tokens=compilation.max_cudagraph_capture_size or 0 if graphs else 0,
         one_graph=bool(compilation.use_inductor_graph_partition),
         quantised=model.quantization is not None,
+        experts=model.get_num_experts() > 0,
         returns_experts=bool(getattr(model, "enable_return_routed_experts", False)),
     )
 
@@ -53,8 +56,8 @@ def layer_of(engine: Any) -> LayerShape | None:
         return None
 
 
-def profile_of(config: Config) -> DeviceProfile | None:
-    """The device profile that the workers will have. vLLM finds the device's name without a CUDA context."""
-    if config.device_profile != "auto":
-        return load_profile(config.device_profile)
-    return profile_of_device(current_platform.get_device_name()) if current_platform.is_cuda() else None
+def known_of(config: Config, engine: Any, choices: tuple[Gate, ...]) -> Known:
+    """What is known of the engine's node. vLLM finds the device's name without a CUDA context."""
+    parallel, name = engine.parallel_config, current_platform.get_device_name() if current_platform.is_cuda() else None
+    ranks = parallel.world_size_across_dp
+    return known_before(config, name, ranks, choices, measures=ranks == parallel.tensor_parallel_size)

@@ -23,25 +23,27 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 
 from tw_compile import compat, report
 from tw_compile.config import Config
-from tw_compile.current import current_gate
+from tw_compile.current import current_gate, current_link, current_profile
 from tw_compile.gating.facts import Settings
 from tw_compile.gating.gate import Gate
 from tw_compile.hosts.vllm import attention as halves
 from tw_compile.hosts.vllm import plan
 from tw_compile.hosts.vllm.buffers import write_no_buffers
-from tw_compile.hosts.vllm.long_steps import add_long_steps
+from tw_compile.hosts.vllm.long_steps import Ranges, add_long_steps
 from tw_compile.hosts.vllm.operators import ATTENTION
 from tw_compile.hosts.vllm.options import switched_off, vllm_config
 from tw_compile.hosts.vllm.plan import Engine, observed
 from tw_compile.hosts.vllm.reasons import GroupRefusal, WholeAttention
 from tw_compile.hosts.vllm.state import called_operator, state_operator
 from tw_compile.hosts.vllm.ways import Way, way_to_compile
+from tw_compile.kernels.collective.transport import group_facts
 from tw_compile.kernels.registry import load
 from tw_compile.passes.fusion.forms import host_call
 from tw_compile.passes.operators import AttentionOperator
 from tw_compile.passes.reasons import HostAttention, SplitRefusal, SplitRefused
 from tw_compile.passes.split import HostGraph
 from tw_compile.pipeline import TWCompilePass
+from tw_compile.planning import LayerShape
 
 logger = logging.getLogger("vllm.tw_compile")  # a child of vLLM's logger, which alone has a handler
 
@@ -62,6 +64,8 @@ class VllmPass(InductorPass):
             have the passes.
         long_ranges: Ranges of token counts for which groups of layers are compiled, and not only pieces.
         tried: Those of them that are compiled split and whole, and of which the engine's start measures which is faster.
+        layer: One of the model's layers, if the ranks cut these ranges further, by what they have measured of the node. None:
+            the ranges are as they shall be.
     """
 
     def __init__(
@@ -71,12 +75,14 @@ class VllmPass(InductorPass):
         engine: Engine | None = None,
         long_ranges: tuple[tuple[int, int], ...] = (),
         tried: tuple[tuple[int, int], ...] = (),
+        layer: LayerShape | None = None,
     ) -> None:
         self.config = config
         self.before = before
         self.engine = engine
         self.long_ranges = long_ranges
         self.tried = tried
+        self.layer = layer
 
     def __call__(self, graph: fx.Graph) -> None:
         compile_range = get_pass_context().compile_range
@@ -113,6 +119,7 @@ class VllmPass(InductorPass):
             repr(self.engine),
             repr(self.long_ranges),
             repr(self.tried),
+            repr(self.layer),
             way_to_compile(),
         ]
         if self.before is not None:
@@ -158,7 +165,26 @@ class VllmPass(InductorPass):
             logger.info("tw_compile: no groups of layers, %s: the model calls %s", GroupRefusal.STATE_SPACE, found)
             return function
         layers = self.config.vllm_layer_groups
-        return add_long_steps(backend, graph, example_inputs, function, self.long_ranges, layers, self.tried)
+        ranges, tried = self._ranges()
+        return add_long_steps(backend, graph, example_inputs, function, ranges, layers, tried)
+
+    def _ranges(self) -> tuple[Ranges, Ranges]:
+        """The ranges of long steps, and those tried. If the ranks plan them, all do so by facts that they agree on."""
+        if self.layer is None or self.engine is None:
+            return self.long_ranges, self.tried
+        gate, profile = self._gate(), current_profile(self.config)
+        # A gate goes by what the GPUs can do, as vLLM does. Our kernels may leave peer access unused.
+        peers = group_facts(parallel_state.get_tp_group().unique_name, "cuda").peer_access
+        gate = replace(gate, node=replace(gate.node, peer_access=peers))
+        split_for = plan.SplitFor(profile, self.layer, current_link(profile, self.config))
+        first, ends = self.long_ranges[0][0], [high for _, high in self.long_ranges[:-1]]
+        planned = plan.planned_ranges(
+            self.engine, self.config, (gate,), first, ends, split_for, inside=True, groups=True
+        )
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            name = "no device profile" if profile is None else profile.name
+            logger.info("tw_compile: planned for %s: %s", name, planned.text)
+        return planned.ranges, planned.tried
 
     def _gate(self) -> Gate:
         # vLLM compiles while it profiles its memory, so nothing is measured here.

@@ -24,8 +24,8 @@ from tw_compile.kernels.collective.transports import AUTO
 from tw_compile.kernels.collective.wires import EXACT
 from tw_compile.own_gate import own_gate
 from tw_compile.passes.fusion.wire import exact_halves, message_refusal, name_of_wire, wire_threshold
-from tw_compile.passes.reasons import WireRefused
-from tw_compile.planning import ALL_EXACT, DeviceProfile, LayerShape, Mode, Off, Plan, Wires, plan_layer
+from tw_compile.passes.reasons import SplitRefusal, WireRefused
+from tw_compile.planning import ALL_EXACT, DeviceProfile, LayerShape, Link, Mode, Off, Plan, Wires, plan_layer
 from tw_compile.planning.links import link_of_node
 from tw_compile.planning.ranges import Part, Ranges
 
@@ -44,9 +44,9 @@ class Engine:
     """What matters of a vLLM configuration.
 
     ``max_tokens`` is ``max_num_batched_tokens``. ``dtype`` is that of the model, such as ``bfloat16``. Steps of up to
-    ``captured_tokens`` tokens may have CUDA graphs. ``quantised``: the weights are quantised. ``lora``: there may be adapters.
-    ``returns_experts``: a step's choices of experts are recorded, by the numbers of its tokens. ``state_space``: some layers
-    hand a state from each token to the next, as Mamba and linear attention do.
+    ``captured_tokens`` tokens may have CUDA graphs. ``quantised``: the weights are quantised. ``experts``: some layers have
+    experts. ``lora``: there may be adapters. ``returns_experts``: a step's choices of experts are recorded, by the numbers of
+    its tokens. ``state_space``: some layers hand a state from each token to the next, as Mamba and linear attention do.
     """
 
     tensor_parallel_size: int
@@ -65,6 +65,7 @@ class Engine:
     captured_tokens: int = 0
     one_graph: bool = False
     quantised: bool = False
+    experts: bool = False
     returns_experts: bool = False
 
     def refusal(self) -> tuple[HostRefusal, str] | None:
@@ -158,16 +159,18 @@ def split_planner(
     choices: tuple[Gate, ...],
     inside: bool,
     split_host_us: float,
+    link: Link | None = None,
 ) -> Ranges:
     """Plans for ranges of token counts, as the passes make them when they compile a range.
 
     ``inside``: whether attention is in the graphs, and not between them. A graph may be split if something in it is fused; it
     counts as fused if any gate of ``choices`` fuses it. Where no gate has peer kernels, messages go through host memory.
-    ``split_host_us``: what the host takes to launch a split layer of a step that is not captured.
+    ``split_host_us``: what the host takes to launch a split layer of a step that is not captured. ``link``: the rates of host
+    memory; None: those of the user's file, or the shipped ones.
     """
     layer = replace(layer, attention=replace(layer.attention, kernel=ATTENTION.kernel))
     peers = any(gate.node.peer_kernels for gate in choices)
-    kernel, link = (None, None) if peers else ("host", link_of_node())
+    kernel, link = (None, None) if peers else ("host", link or link_of_node())
     codes_unknown = peers and profile.coded_kernel is None
 
     @functools.cache
@@ -237,12 +240,28 @@ def is_fused(engine: Engine, config: Config, gate: Gate, low: int, high: int) ->
     return gate.decide_range((low, high), row_bytes, world_size=world_size, dtype=engine.dtype).fused
 
 
+class SplitFor(NamedTuple):
+    """What the split is planned for: the device's profile, the model's layer, and the link; None for what is not known.
+
+    ``by_ranks``: the ranks go by what they measure of the node, or have measured (``known.py``).
+    """
+
+    profile: DeviceProfile | None = None
+    layer: LayerShape | None = None
+    link: Link | None = None
+    by_ranks: bool = False
+
+
 class PlannedRanges(NamedTuple):
-    """Ranges of steps, a text that says which are split, and which ranges are compiled both ways (``ways.py``)."""
+    """Ranges of steps, a text that says which are split, and which ranges are compiled both ways (``ways.py``).
+
+    ``by_ranks``: the ranks must call :func:`planned_ranges` again, with what they know, and compile the ranges of that.
+    """
 
     ranges: tuple[tuple[int, int], ...]
     text: str
     tried: tuple[tuple[int, int], ...] = ()
+    by_ranks: bool = False
 
 
 def planned_ranges(
@@ -251,32 +270,44 @@ def planned_ranges(
     choices: tuple[Gate, ...],
     first: int,
     ends: list[int],
-    split_for: tuple[DeviceProfile | None, LayerShape | None],
+    split_for: SplitFor,
     inside: bool,
-    both_ways: bool = False,
+    groups: bool = False,
 ) -> PlannedRanges:
     """Ranges of steps of ``first`` tokens and more, and a text that says which of these steps are split, or why none is.
 
-    The ranges end at ``ends`` and, for the split, at up to two more token counts. ``split_for``: the device's profile and the
-    model's layer; None for what the planner doesn't know. ``both_ways``: whether a range may be compiled split and whole. Then
-    there is up to one more count, and a range where it depends on the host which way is faster.
+    The ranges end at ``ends`` and, for the split, at up to two more token counts. ``groups``: whether the ranks compile groups
+    of layers for these ranges. Then a range may be compiled split and whole: there is up to one more count, and a range where
+    it depends on the host which way is faster. If the profile is an estimate, this is done for all ranges that shall be split.
+    The ranks can also cut the ranges themselves, by what they alone know.
     """
     ranges = ranges_from(first, ends, engine.max_tokens) if first < engine.max_tokens else ()
-    text = _not_planned(engine, config, first, split_for)
+    text = _not_planned(engine, config, first, split_for, groups)
     if text is not None:
         return PlannedRanges(ranges, text)
-    profile, layer = split_for
-    assert profile is not None
+    profile, layer = split_for.profile, split_for.layer
     if layer is None:
         further = [end for end in (1024, engine.max_tokens // 2) if not {end - 1, end + 1} & {*ends}]
         ranges = ranges_from(first, sorted({*ends, *further}), engine.max_tokens)
         return PlannedRanges(ranges, "split auto: by each range's plan, the model's layers are read off its graph")
-    planner = split_planner(profile, layer, engine, config, choices, inside, SPLIT_HOST_US)
+    if split_for.by_ranks and groups:
+        return PlannedRanges(
+            ranges, "split auto: planned by the ranks, by what they measure of this node", by_ranks=True
+        )
+    assert profile is not None
+    measured = (
+        groups and profile.estimated
+    )  # little of the device was measured, so the start measures what a split gains
+    host_us = 0.0 if measured else SPLIT_HOST_US
+    planner = split_planner(profile, layer, engine, config, choices, inside, host_us, split_for.link)
     parts = planner.cut(first, engine.max_tokens, (high for _, high in ranges))
     tried: tuple[tuple[int, int], ...] = ()
     steps = _split_steps(planner, parts)
-    if both_ways:
-        of_device = split_planner(profile, layer, engine, config, choices, inside, 0.0)
+    if measured:
+        tried = tuple((part.low, part.high) for part in parts if part.split is not None)
+        steps += " where the start measures that this is faster" if tried else ""
+    elif groups:
+        of_device = split_planner(profile, layer, engine, config, choices, inside, 0.0, split_for.link)
         cut, found = _cut_for_the_host(parts, of_device)
         if found is not None:
             text = f"steps of {found.low} to {found.high} tokens where the start measures that the host launches them in time"
@@ -288,10 +319,8 @@ def planned_ranges(
     return PlannedRanges(tuple((part.low, part.high) for part in parts), f"split auto: {steps}", tried)
 
 
-def _not_planned(
-    engine: Engine, config: Config, first: int, split_for: tuple[DeviceProfile | None, LayerShape | None]
-) -> str | None:
-    """What is said of the split where no plan decides about it; None where one does."""
+def _not_planned(engine: Engine, config: Config, first: int, split_for: SplitFor, groups: bool) -> str | None:
+    """What is said of the split where no plan decides about it; None where one does. Graphs are refused by the same names."""
     if engine.returns_experts:
         return f"split {config.split}: none, a step's choices of experts are recorded by its tokens' numbers"
     if engine.lora:
@@ -302,10 +331,15 @@ def _not_planned(
         return f"split {config.split}"
     if first >= engine.max_tokens:
         return f"split auto: none, vLLM fuses steps of up to {first - 1} tokens by FlashInfer"
-    if split_for[0] is None:
-        return "split auto: none, no device profile says how long a layer takes"
-    if engine.quantised:
-        return "split auto: none, as quantised matmuls leave no SMs to a sum beside them"
+    for applies, what, which in (
+        (engine.quantised, "none", "quantised matmuls"),
+        (engine.experts, "no layer with experts", "their kernels"),
+    ):
+        if applies:
+            return f"split auto: {what}, {SplitRefusal.LAYER_NOT_RECOGNISED}: {which} leave no SMs to a sum beside them"
+    if split_for.profile is None and not (split_for.by_ranks and groups):
+        later = "; once the ranks have measured this node, a start plans by that" if split_for.by_ranks else ""
+        return f"split auto: none, {SplitRefusal.NO_DEVICE_PROFILE}: none says how long a layer takes{later}"
     return None
 
 

@@ -225,7 +225,7 @@ def _put(engine: Any, config: Config, asked: Asked) -> tuple[bool, tuple[str, ..
     from vllm.compilation.passes.inductor_pass import InductorPass
     from vllm.platforms import current_platform
 
-    from tw_compile.hosts.vllm.engine import engine_of, layer_of, profile_of
+    from tw_compile.hosts.vllm.engine import engine_of, known_of, layer_of
     from tw_compile.hosts.vllm.inductor_pass import VllmPass
 
     if engine.model_config is None:
@@ -251,13 +251,17 @@ def _put(engine: Any, config: Config, asked: Asked) -> tuple[bool, tuple[str, ..
     flashinfer = share.limit
     long_from = facts.long_from(config, flashinfer)
     inside = isinstance(long_from, int) or (facts.one_graph and config.vllm_layer_groups > 0)  # attention, in halves
-    split_for = (profile_of(config), layer_of(engine)) if config.split == "auto" else (None, None)
+    split_for = plan.SplitFor()
+    if config.split == "auto":
+        known = known_of(config, engine, choices)
+        split_for = plan.SplitFor(known.profile, layer_of(engine), known.link, known.by_ranks)
     ends = plan.range_endpoints(facts, config, choices)
     long_ranges: tuple[tuple[int, int], ...] = ()
     tried: tuple[tuple[int, int], ...] = ()
+    by_ranks = False
     if isinstance(long_from, int):
-        long_ranges, split, tried = plan.planned_ranges(
-            facts, config, choices, long_from, ends, split_for, inside, both_ways=True
+        long_ranges, split, tried, by_ranks = plan.planned_ranges(
+            facts, config, choices, long_from, ends, split_for, inside, groups=True
         )
         ends = [end for end in ends if end < long_from - 1]
         last = ", ".join(str(end) for _, end in long_ranges)
@@ -265,12 +269,14 @@ def _put(engine: Any, config: Config, asked: Asked) -> tuple[bool, tuple[str, ..
     else:
         first = 1 + (flashinfer or 0) // plan.row_bytes_of(facts)
         theirs = [end for end in compilation.compile_ranges_endpoints or () if end < facts.max_tokens]
-        short_ranges, split, _ = plan.planned_ranges(
+        short_ranges, split, *_ = plan.planned_ranges(
             facts, config, choices, first, sorted({*ends, *theirs}), split_for, inside
         )
         ends = sorted({*ends, *(end for _, end in short_ranges)})
         groups = "no groups of layers, {}: {}".format(*long_from)
-    slot[current_platform.pass_key] = VllmPass(config, users, facts, long_ranges, tried)
+    slot[current_platform.pass_key] = VllmPass(
+        config, users, facts, long_ranges, tried, split_for.layer if by_ranks else None
+    )
     compilation.compile_ranges_endpoints = sorted({*(compilation.compile_ranges_endpoints or ()), *ends})
     chained = f", after {type(users).__name__}" if users is not None else ""
     tables = " or ".join(dict.fromkeys(gate.node.device_class for gate in choices))

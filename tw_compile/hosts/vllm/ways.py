@@ -1,9 +1,10 @@
-"""Ranges of long steps where the host decides whether the split pays: both ways are compiled, and the engine's start measures.
+"""Ranges of long steps of which no plan can say whether the split pays: both ways are compiled, and the start measures.
 
 The host launches a split step kernel by kernel, in about twice the time of a whole one. Where the GPU would be faster than
-that, only a measurement on the machine at hand says whether the split pays. Ranges are cut before a worker runs anything. So
-such a range is compiled split and whole, and when vLLM has warmed up, all ranks run steps of a few sizes both ways. From the
-size on where the slowest rank gains, steps of the range are split. Until then, and after an error, they are whole.
+that, only a measurement on the machine at hand says whether the split pays. The same holds where the device's profile is an
+estimate. Ranges are cut before anything is compiled. So such a range is compiled split and whole, and when vLLM has warmed up,
+all ranks run steps of a few sizes both ways. From the size on where the slowest rank gains, steps of the range are split. Until
+then, and after an error, they are whole.
 """
 
 from __future__ import annotations
