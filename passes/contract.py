@@ -46,6 +46,8 @@ class HostGraph:
     tokens are dim 0 of the graph's inputs. The host launches steps of more than ``captured_tokens`` tokens kernel by kernel;
     this takes ``host_us`` for a split layer. If attention is outside of the graph, ``attention_kernel`` is the name of its
     kernel in device profiles. ``refused``: why the host's graph must not be split; None if nothing is known against it.
+    ``measures``: the host compiles the graph split and whole, and measures which is faster. So where no plan can be made, it is
+    split in equal halves.
     """
 
     counts: TokenRange
@@ -54,6 +56,7 @@ class HostGraph:
     captured_tokens: int = 0
     attention_kernel: str = FLASH3
     refused: SplitRefused | None = None
+    measures: bool = False
 
     def launch_us(self, tokens: int) -> float:
         return 0.0 if tokens <= self.captured_tokens else self.host_us

@@ -118,11 +118,13 @@ def inputs(shape: dict[str, int], tokens: int, dtype: torch.dtype) -> tuple[torc
     return *(torch.empty(one, dtype=dtype) for one in rows), torch.zeros(tokens, dtype=torch.long)
 
 
-def piece(tokens: tuple[int, int | None], extra: str = "", known: int | None = None, **options: Any) -> Seen:
-    """What the passes make of a tiny piece on a CPU, compiled for ``tokens``."""
+def piece(
+    tokens: tuple[int, int | None], extra: str = "", known: int | None = None, measures: bool = False, **options: Any
+) -> Seen:
+    """What the passes make of a tiny piece on a CPU, compiled for ``tokens``. ``measures``: see :class:`HostGraph`."""
     config = Config(**{"transport": "gloo", "strict": True, **options})
     module = Piece(**TINY, extra=extra)
-    return _seen(module, inputs(TINY, known or 40, torch.float32), config, tokens, known is None)
+    return _seen(module, inputs(TINY, known or 40, torch.float32), config, tokens, known is None, measures)
 
 
 def big_piece(tokens: tuple[int, int | None], known: int | None = None, **options: Any) -> Seen:
@@ -150,17 +152,19 @@ class Seen:
         return self.split.sizes
 
 
-def _seen(module: Any, args: Any, config: Config, tokens: tuple[int, int | None], dynamic: bool) -> Seen:
-    found = Seen()
+def _seen(
+    module: Any, args: Any, config: Config, tokens: tuple[int, int | None], dynamic: bool, measures: bool = False
+) -> Seen:
+    found, host = Seen(), HostGraph(tokens, measures=measures)
 
     def apply(graph: fx.Graph) -> None:
         symbol = next(iter(symbols(graph)), None)
         guards = [] if symbol is None else symbol.node.shape_env.guards
         before = len(guards)
         with collect_reports() as reports:
-            TWCompilePass(replace(config, split="off")).rewrite(graph, current_gate(config), HostGraph(tokens))
+            TWCompilePass(replace(config, split="off")).rewrite(graph, current_gate(config), host)
         found.fused = copy_of(graph)
-        context = Context(config, current_gate(config), current_profile(config), HostGraph(tokens))
+        context = Context(config, current_gate(config), current_profile(config), host)
         context.keep(FusionDecisions(tuple(reports[0].sites)))
         run = manager.run(graph, context, SPLIT)
         found.split, found.warning = pipeline.split_report(graph, context, run), run.warning
@@ -335,6 +339,23 @@ def test_row_wise_operators_of_hosts_are_split_and_have_no_plan_nor_have_gathers
         found = layer_of_piece(seen.fused, axis_of(seen.fused))
         assert isinstance(found, SplitRefused) and found.reason is SplitRefusal.LAYER_NOT_RECOGNISED
         assert found.detail == "declared is not in the planner's formulas"
+
+
+@pytest.mark.parametrize("profile", ["auto", "H200"])
+def test_where_the_host_measures_a_piece_without_a_plan_is_split_in_equal_halves(
+    monkeypatch: pytest.MonkeyPatch, profile: str
+) -> None:
+    operator = RowWiseOperator("tw_toy::declared", reads=("x",), writes=False)
+    monkeypatch.setitem(registered_operators, operator.name, operator)
+    options = {"split": "auto", "device_profile": profile}
+    seen = piece((512, 4096), "row_wise", measures=True, **options)
+    assert seen.split is not None and seen.split.mode == "split" and seen.split.plan is None, seen.split
+    assert seen.sizes[0] == "s*1//2//256*256" and seen.guards == []
+    seen = piece((300, 4096), "row_wise", measures=True, **options)
+    assert seen.sizes[0] == "s*1//2//128*128", "no whole tile of 256 rows in half of 300"
+    for tokens, measures in (((512, 4096), False), ((100, 4096), True), ((512, None), True)):
+        off = piece(tokens, "row_wise", measures=measures, **options).split
+        assert off is not None and off.reason in (SplitRefusal.LAYER_NOT_RECOGNISED, SplitRefusal.NO_DEVICE_PROFILE)
 
 
 def test_exception_behind_the_rewrite_restores_the_fused_piece(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tw_compile.config import Config
+from tw_compile.gating.gate import Gate
 from tw_compile.hosts.vllm import plan
 from tw_compile.hosts.vllm.doctor import examine
 from tw_compile.hosts.vllm.options import asked_options, host_of, switched_off, vllm_config
@@ -298,7 +299,7 @@ def test_without_a_plan_the_start_says_so() -> None:
         (
             {"experts": True},
             "auto",
-            "split auto: no layer with experts, layer_not_recognised: their kernels leave no SMs to a sum beside them",
+            "split auto: no layer with experts, layer_not_recognised: kernels of experts leave no SMs to a sum beside them",
         ),
         ({"experts": True}, "512", "split 512"),
         ({"quantised": True}, "512", "split 512"),
@@ -319,6 +320,27 @@ def test_the_start_says_what_is_not_split_for_its_operators(change: dict[str, An
         engine, config, plan.gates(config, (9, 0)), 513, [], plan.SplitFor(H200, layer), True, groups=True
     )
     assert found == (((513, 8192),), expected, (), False)
+
+
+@pytest.mark.parametrize(
+    ("change", "kernels"), [({"quantised": True}, "quantised matmuls"), ({"experts": True}, "kernels of experts")]
+)
+def test_without_peer_access_steps_that_nobody_can_plan_are_measured_both_ways(
+    change: dict[str, Any], kernels: str
+) -> None:
+    """Also on a device without a profile. Without groups nothing could be measured, and with peers the gain would be less."""
+    engine, config = replace(ENGINE, **change), Config(host="vllm-0.24", split="auto")
+    without, peers = plan.gates(config, (8, 9), False), plan.gates(config, (8, 9))
+
+    def found(choices: tuple[Gate, ...], groups: bool = True) -> plan.PlannedRanges:
+        split_for = plan.SplitFor(None, layer_of("llama-3.1-8b", 2), None, by_ranks=True)
+        return plan.planned_ranges(engine, config, choices, 513, [2047], split_for, True, groups)
+
+    ranges = ((513, 2047), (2048, 8192))
+    steps = "steps of 513 to 8192 tokens where the start measures that this is faster"
+    assert found(without) == (ranges, f"split auto: {steps}, as nobody knows the times of {kernels}", ranges, False)
+    for other in (found(without, groups=False), found(peers)):
+        assert other.tried == () and "layer_not_recognised" in other.text and not other.by_ranks
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from tw_compile.passes.split.analysis.layer import GraphLayer, layer_of_graph, l
 from tw_compile.passes.split.analysis.layout import Join
 from tw_compile.passes.split.analysis.token_axis import TokenAxis, analyse, find_token_axis
 from tw_compile.planning import ALL_EXACT, DeviceProfile, Link, Mode, Plan, plan_layer
-from tw_compile.planning.halves import MOST_TOKENS, FirstHalf, constant_first_half
+from tw_compile.planning.halves import MOST_TOKENS, TILE_ROWS, FirstHalf, constant_first_half
 from tw_compile.planning.plan import RESOLUTION
 from tw_compile.planning.ranges import Ranges
 
@@ -211,7 +212,7 @@ def choose_split_of_host(
         return NotSplit(SplitRefusal.NO_COMMUNICATION, "no fused call in the piece whose time could be hidden")
     if host.refused is not None:
         return NotSplit(host.refused.reason, host.refused.detail)
-    if config.split_tokens is None and profile is None:
+    if config.split_tokens is None and profile is None and not host.measures:
         return _no_profile()
     axis = find_token_axis(graph, piece=True)
     if isinstance(axis, SplitRefused):
@@ -234,12 +235,23 @@ def _choose_of_host(question: _Question, axis: TokenAxis, host: HostGraph) -> Sp
         return _as_asked(question, axis)
     planners = _planners(question, [axis])
     if isinstance(planners, NotSplit):
-        return planners
+        return _equal_halves(axis, planners, host) if host.measures else planners
     return (
         choice_for(planners, axis.tokens)
         if isinstance(axis.tokens, int)
         else choice_for_range(planners[0], *host.counts)
     )
+
+
+def _equal_halves(axis: TokenAxis, unplanned: NotSplit, host: HostGraph) -> SplitChoice | NotSplit:
+    """Equal halves, in whole tiles of GEMMs, of a graph for which no plan can be made; ``unplanned`` if that is impossible."""
+    low, high = host.counts
+    if high is not None:
+        for tile in TILE_ROWS:
+            with contextlib.suppress(ValueError):
+                half = FirstHalf(low, high, multiple=tile)
+                return SplitChoice(axis, half(axis.tokens) if isinstance(axis.tokens, int) else half)
+    return unplanned
 
 
 def _requests(graph: fx.Graph, axis: TokenAxis) -> TokenAxis | None:

@@ -96,7 +96,8 @@ class VllmPass(InductorPass):
         attention = self._attention(graph, compile_range.start)
         way = way_to_compile()
         host_us = 0.0 if way is Way.SPLIT else plan.SPLIT_HOST_US
-        host = HostGraph(counts, attention, host_us, captured, ATTENTION.kernel, _split_refusal(graph, self.engine))
+        refusal = _split_refusal(graph, self.engine)
+        host = HostGraph(counts, attention, host_us, captured, ATTENTION.kernel, refusal, measures=way is Way.SPLIT)
         pieces = host.attention is HostAttention.ELSEWHERE
         records_experts = self.engine is not None and self.engine.returns_experts
         whole = (pieces and self.long_ranges) or records_experts or way is Way.WHOLE

@@ -68,6 +68,13 @@ class Engine:
     experts: bool = False
     returns_experts: bool = False
 
+    @property
+    def kernels_without_times(self) -> str | None:
+        """Which kernels of the model the planner has no times of, in words; None if it can plan."""
+        if self.quantised:
+            return "quantised matmuls"
+        return "kernels of experts" if self.experts else None
+
     def refusal(self) -> tuple[HostRefusal, str] | None:
         """Why nothing is done in this engine, by name and in words."""
         reasons = (
@@ -279,12 +286,20 @@ def planned_ranges(
     The ranges end at ``ends`` and, for the split, at up to two more token counts. ``groups``: whether the ranks compile groups
     of layers for these ranges. Then a range may be compiled split and whole: there is up to one more count, and a range where
     it depends on the host which way is faster. If the profile is an estimate, this is done for all ranges that shall be split.
-    The ranks can also cut the ranges themselves, by what they alone know.
+    It is also done, without a plan, where sums go through host memory beside kernels of which no times are known: there much of
+    a step is communication. The ranks can also cut the ranges themselves, by what they alone know.
     """
     ranges = ranges_from(first, ends, engine.max_tokens) if first < engine.max_tokens else ()
     text = _not_planned(engine, config, first, split_for, groups)
     if text is not None:
         return PlannedRanges(ranges, text)
+    if (kernels := engine.kernels_without_times) is not None:
+        if not groups or any(gate.node.peer_kernels for gate in choices):
+            alone = f"{kernels} leave no SMs to a sum beside them"
+            what = "none" if engine.quantised else "no layer with experts"
+            return PlannedRanges(ranges, f"split auto: {what}, {SplitRefusal.LAYER_NOT_RECOGNISED}: {alone}")
+        steps = f"steps of {first} to {engine.max_tokens} tokens where the start measures that this is faster"
+        return PlannedRanges(ranges, f"split auto: {steps}, as nobody knows the times of {kernels}", ranges)
     profile, layer = split_for.profile, split_for.layer
     if layer is None:
         further = [end for end in (1024, engine.max_tokens // 2) if not {end - 1, end + 1} & {*ends}]
@@ -331,12 +346,8 @@ def _not_planned(engine: Engine, config: Config, first: int, split_for: SplitFor
         return f"split {config.split}"
     if first >= engine.max_tokens:
         return f"split auto: none, vLLM fuses steps of up to {first - 1} tokens by FlashInfer"
-    for applies, what, which in (
-        (engine.quantised, "none", "quantised matmuls"),
-        (engine.experts, "no layer with experts", "their kernels"),
-    ):
-        if applies:
-            return f"split auto: {what}, {SplitRefusal.LAYER_NOT_RECOGNISED}: {which} leave no SMs to a sum beside them"
+    if engine.kernels_without_times is not None:
+        return None
     if split_for.profile is None and not (split_for.by_ranks and groups):
         later = "; once the ranks have measured this node, a start plans by that" if split_for.by_ranks else ""
         return f"split auto: none, {SplitRefusal.NO_DEVICE_PROFILE}: none says how long a layer takes{later}"
