@@ -75,8 +75,7 @@ def message_refusal(
 ) -> WireRefused | Threshold:
     """Why messages ``[rows, hidden_size]`` keep exact rows, whatever makes them; else the threshold that they reach.
 
-    ``rows``: the smallest and the largest number of rows that one graph serves; None: unbounded. An unbounded graph is never
-    split, so its smallest message says whether halves are faster.
+    ``rows``: the smallest and the largest number of rows that one graph serves; None: unbounded.
     """
     name = name_of_wire(config)
     if name not in TRANSPORTS[transport].wires:
@@ -107,11 +106,12 @@ def message_refusal(
         return WireRefused(
             WireRefusal.MESSAGE_TOO_SMALL, f"{many}{size(smallest)} < {size(threshold.nbytes)} ({threshold.why})"
         )
-    halves, largest = exact_halves(config, transport), (rows[1] or rows[0]) * row_bytes
-    if halves is not None and largest >= halves.from_bytes:
+    halves, largest = exact_halves(config, transport), None if rows[1] is None else rows[1] * row_bytes
+    if halves is not None and (largest is None or largest >= halves.from_bytes):
+        most = "messages of any size" if largest is None else size(largest)
         return WireRefused(
             WireRefusal.EXACT_HALVES_FASTER,
-            f"{size(largest)}, and from {size(halves.from_bytes)} on halves with exact rows are faster than whole layers in "
+            f"{most}, and from {size(halves.from_bytes)} on halves with exact rows are faster than whole layers in "
             f"codes: {halves.why}; where nothing is split, tw_compile.split=off takes codes",
         )
     return threshold

@@ -67,9 +67,15 @@ def _choose(graph: fx.Graph, context: Context) -> Outcome:
         else choose_split_of_host(*given, context.host, context.analysis, context.link)
     )
     context.keep(choice)
+    if isinstance(choice, NotSplit):
+        _keep_to_counts(choice)
+    return Outcome(False, refused=f"{choice.reason}: {choice.detail}" if isinstance(choice, NotSplit) else "")
+
+
+def _keep_to_counts(choice: SplitChoice | NotSplit) -> None:
+    """Have torch.compile make another graph for token counts that ``choice`` is not for."""
     if choice.counts is not None:
         compat.keep_within(choice.counts.tokens, choice.counts.low, choice.counts.high)
-    return Outcome(False, refused=f"{choice.reason}: {choice.detail}" if isinstance(choice, NotSplit) else "")
 
 
 def _split(graph: fx.Graph, context: Context) -> Outcome:
@@ -131,6 +137,7 @@ def _reserve(graph: fx.Graph, context: Context) -> Outcome:
 def _lock(graph: fx.Graph, context: Context) -> Outcome:
     lock = lock_order(graph, context.analysis(find_calls, graph))
     context.keep(lock)
+    _keep_to_counts(context.needed(SplitChoice))  # last, as a graph that could not be split is for all counts
     counts = {"kept": lock.kept, "ordered": lock.ordered, "cloned": lock.cloned, "loose": len(lock.loose)}
     return Outcome(True, counts)
 

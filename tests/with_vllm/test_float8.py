@@ -12,6 +12,8 @@ from fake_vllm import MAX_TOKENS, engine_config, llama
 from one_rank import one_rank  # noqa: F401
 
 from tw_compile import collect_reports
+from tw_compile.hosts.vllm import ways
+from tw_compile.hosts.vllm.flashinfer import Peers
 
 pytestmark = pytest.mark.usefixtures("groups", "one_rank", "float8_kernels", "cold")
 
@@ -130,3 +132,32 @@ def test_without_scales_of_blocks_vllm_decides_what_it_merges(folder: Path) -> N
         configs = [engine_config(folder, hf_overrides=model, additional_config=more) for more in (ON, {})]
         ours, vllms = (config.compilation_config.pass_config.fuse_norm_quant for config in configs)
         assert ours == vllms
+
+
+@pytest.mark.full
+def test_without_peer_access_long_steps_are_compiled_both_ways_and_are_the_same(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has planned them. They are whole until the start has measured the two ways."""
+    monkeypatch.setattr(ways, "tried_ranges", [])
+    monkeypatch.setattr("tw_compile.hosts.vllm.steps.tried_ranges", ways.tried_ranges)
+    monkeypatch.setattr("tw_compile.hosts.vllm.plugin.peers_of", lambda ranks: Peers(False, False, False))
+    monkeypatch.setattr("tw_compile.hosts.vllm.plugin.links_for_kernels", lambda ranks: (False, False))
+    config = engine_config(
+        folder,
+        hf_overrides=STATIC | {"max_position_embeddings": 1024},
+        compilation=FORMS["operator"],
+        additional_config={"tw_compile": {"strict": True, "split": "auto", "vllm_layer_groups": 1}},
+        max_num_batched_tokens=1024,
+        max_model_len=1024,
+    )
+    with collect_reports() as reports, llama(config) as model:
+        whole = model(1000)
+        (tried,) = ways.tried_ranges
+        assert (tried.low, tried.high, tried.split_from) == (513, 1024, 1025)
+        tried.split_from = tried.low
+        torch.testing.assert_close(model(1000), whole, rtol=0.1, atol=0.1)
+    modes = [report.split for report in reports if report.tokens == (513, 1024) and report.split is not None]
+    assert modes and {(split.mode, split.plan, *split.sizes) for split in modes} == {
+        ("split", None, "s*1//2//256*256", "s-(s*1//2//256*256)")
+    }

@@ -304,7 +304,7 @@ def test_nothing_is_cut_or_tried_for_layers_with_experts(
         request.getfixturevalue("unknown_device")
     experts = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
     found = slot_of(long_steps(folder, experts))
-    assert "split auto: no layer with experts, layer_not_recognised: their kernels leave no SMs" in vllm_log.text
+    assert "split auto: no layer with experts, layer_not_recognised: kernels of experts leave no SMs" in vllm_log.text
     assert found.long_ranges == ((513, 8192),) and not found.tried and found.layer is None
     assert not slot_of(long_steps(folder)).engine.experts
 

@@ -250,11 +250,16 @@ def keep_within(size: torch.SymInt, low: int, high: int | None) -> None:
         raise ValueError(f"size: expected {low} to {high}, got {size}")
 
 
-def can_compile_again() -> bool:
-    """Whether the graph that is compiled now is compiled again when a size comes that a guard excludes; not by AOTInductor."""
+def can_keep_within(size: torch.SymInt) -> bool:
+    """Whether :func:`keep_within` can hold for a size: it has a value in this call, and another graph is compiled for others.
+
+    AOTInductor compiles once. A user may have put another value in the place of this call's (``hint_override``).
+    """
     from torch._inductor.virtualized import V
 
-    return not V.aot_compilation
+    replaced = getattr(size.node.shape_env, "var_to_hint_override", {})
+    own = size.node.has_hint() and replaced.keys().isdisjoint(size.node.expr.free_symbols)
+    return own and not V.aot_compilation
 
 
 def known_factor(size: torch.SymInt) -> int:

@@ -179,12 +179,16 @@ class OutputError:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Numerics of the compiled module on several ranks; ``counts`` are those of the first graph's report."""
+    """Numerics of the compiled module on several ranks; ``counts`` are those of the first graph's report.
+
+    ``graphs``: how many graphs have reports. ``split``: how many of them were split.
+    """
 
     errors: list[OutputError]
     bitwise_equal_across_ranks: bool
     counts: dict[str, int]
     graphs: int
+    split: int
 
     @property
     def passed(self) -> bool:
@@ -222,7 +226,7 @@ def compare_on_gloo(
         for same in zip(*(p[0] for p in parts), strict=True)
     ]
     bits = [part[1] for part in parts]
-    return Comparison(errors, all(one == bits[0] for one in bits), parts[0][2], parts[0][3])
+    return Comparison(errors, all(one == bits[0] for one in bits), *parts[0][2:])
 
 
 def _compare(
@@ -233,7 +237,7 @@ def _compare(
     options: dict[str, Any],
     dynamic: bool | None,
     factor: float,
-) -> tuple[list[OutputError], list[bytes], dict[str, int], int]:
+) -> tuple[list[OutputError], list[bytes], dict[str, int], int, int]:
     module = module_factory(rank)
     # Each way has a module and arguments of its own, as it may write to them.
     arguments = [args_factory(rank, call) for call in range(calls)]
@@ -252,7 +256,8 @@ def _compare(
         for output, (a, u, r) in enumerate(zip(actual[call], unfused[call], reference[call], strict=True))
     ]
     bits = [_bits(tensor) for outputs in actual for tensor in outputs]
-    return errors, bits, reports[0].counts if reports else {}, len(reports)
+    split = sum(report.split is not None and report.split.mode != "off" for report in reports)
+    return errors, bits, reports[0].counts if reports else {}, len(reports), split
 
 
 def _tensors(outputs: Any) -> list[torch.Tensor]:

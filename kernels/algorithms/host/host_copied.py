@@ -16,9 +16,10 @@ can be replayed.
 on the way to the GPU. Then a wait holds up what is behind it, also on the peer. Suppose that ranks waited for each other in a
 circle for ever. Each one's wait would be before what the next one waits for. But each rank waits for a peer's step only behind
 the same step of its own: it takes piece ``i`` behind having put its own piece ``i``, and puts piece ``i + ring`` behind having
-taken piece ``i``. Events between the streams say so. All ranks have the same order, because they enqueue the same steps, also
-for pieces without rows. So the step that a rank waits for would be earlier in the order than its wait, for each rank of the
-circle, which can't be.
+taken piece ``i``. Events between the streams say so. If all ranks have the same order, the step that a rank waits for would be
+earlier in the order than its wait, for each rank of the circle, which can't be. Ranks enqueue the same waits and writes, also
+for pieces without rows, but no copies of these. That they are laid out in equal orders is assumed, as for all calls beside
+each other (``kernels/runtime/barrier.py``). No GPU has shown it yet.
 
 **Debug mode.** A stream's wait never gives up. With a spin limit a kernel waits instead.
 """

@@ -49,7 +49,10 @@ TWO_SHOT = AlgorithmEntry(
 
 
 def _forced(name: str, one_shot: bool, cluster: int) -> AlgorithmEntry:
-    """One way of :class:`SharingPush` for all messages: what it chooses by their rows can be timed and checked against it."""
+    """One way of :class:`SharingPush` for all messages: what it chooses by their rows can be timed and checked against it.
+
+    These prefetch in clusters, too, which the default leaves alone until both together have been timed.
+    """
     return AlgorithmEntry(
         name,
         _PUSH,

@@ -190,8 +190,8 @@ def choose_split(
     if isinstance(axis.tokens, int):
         return choice_for(planners, axis.tokens)
     low, high = compat.size_bounds(axis.tokens)
-    if high is None and (example := compat.example_of(axis.tokens, 0)) and compat.can_compile_again():
-        return choice_for_example(planners[0], axis.tokens, low, example)
+    if high is None and compat.can_keep_within(axis.tokens):
+        return choice_for_example(planners[0], axis.tokens, low, compat.example_of(axis.tokens, low))
     return choice_for_range(planners[0], low, high)
 
 
