@@ -229,6 +229,14 @@ def test_a_graph_without_bounds_gets_those_of_the_counts_that_are_split_as_its_o
         of_tokens = [str(guard.expr) for guard in environment.guards if re.search(r"s\d+ [<>]", str(guard.expr))]
         return seen.report.split.mode, {re.sub(r"s\d+", "s", guard) for guard in of_tokens}
 
+    if marked:  # what a user says that the size is like is not what it is
+        with fake_cuda():
+            decoder = build_decoder(load_config("llama-3.1-8b"), device="cuda", dtype=torch.bfloat16, num_layers=1)
+            ids = torch.zeros(1, 64, dtype=torch.long, device="cuda")
+            torch._dynamo.mark_dynamic(ids, 1, hint_override=4096)
+            given = Config(split="auto", device_profile="H200", strict=True)
+            split = rewrite(decoder, (ids,), world_size=WORLD_SIZE, config=given).report.split
+        assert split is not None and split.reason == SplitRefusal.TOKEN_COUNT_UNKNOWN and "bound it" in split.detail
     mode, of_short = guards(64)
     assert mode == "off" and len(of_short) == 1
     low = int(re.fullmatch(r"s <= (\d+)", of_short.pop()).group(1)) + 1  # type: ignore[union-attr]

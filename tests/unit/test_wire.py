@@ -213,7 +213,8 @@ def test_decoding_over_nvlink_stays_exact_whatever_wire_is_asked_for() -> None:
         ((768, 768), {}, False),
         ((512, 767), {}, True),
         ((512, 768), {}, False),
-        ((512, None), {}, True),  # for any number of tokens: never split
+        ((512, None), {}, False),  # for any number of tokens: long ones get a graph of their own, which is split
+        ((512, None), {"split": "off"}, True),
         ((768, 768), {"split": "off"}, True),
         ((768, 768), {"split": "512"}, False),
         ((768, 768), {"wire_min_bytes": 0}, True),
