@@ -146,6 +146,7 @@ def test_ranges_follow_the_options() -> None:
         ({"tensor_parallel_size": 4}, {"fuse_min_bytes": 2**14}, False),
         ({"tensor_parallel_size": 4}, {"fuse_max_bytes": 2**30}, False),
         ({"tensor_parallel_size": 4}, {"fuse": False}, False),
+        ({"tensor_parallel_size": 4}, {"disable_passes": "fuse_all_reduce_rms_norm"}, False),
     ],
 )
 def test_whether_all_sums_are_fused(change: dict[str, Any], options: dict[str, Any], expected: bool) -> None:
