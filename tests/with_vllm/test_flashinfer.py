@@ -232,8 +232,26 @@ def test_a_configuration_that_is_completed_again_stays_and_says_nothing_more(
 def test_flashinfer_is_left_what_it_is_faster_at(folder: Path, monkeypatch: pytest.MonkeyPatch, lines: Any) -> None:
     """vLLM issue 44079: at TP8 on Hopper multimem is faster from 256 KiB, and vLLM fuses up to 512 KiB."""
     config = engine_config(folder, tensor_parallel_size=8, hf_overrides=HEADS)
-    assert config.compilation_config.pass_config.flashinfer_max_size(8) == 256 * 1024
-    assert "is on up to 256 KiB (vLLM has it on up to 512 KiB), unfused_faster: " in lines()[0]
+    below = 256 * 1024 - ROW_BYTES
+    assert config.compilation_config.pass_config.flashinfer_max_size(8) == below
+    assert f"is on up to {below} bytes (vLLM has it on up to 512 KiB), unfused_faster: " in lines()[0]
     monkeypatch.setenv("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")
     without = engine_config(folder, tensor_parallel_size=8, hf_overrides=HEADS)
     assert without.compilation_config.pass_config.flashinfer_max_size(8) == 512 * 1024
+
+
+def test_a_limit_ends_the_range_where_the_tables_border_does(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A range of one size would have vLLM tune its GEMMs: 16 tokens of hidden 8192 are 256 KiB."""
+    monkeypatch.delenv("TW_COMPILE_THRESHOLDS")
+    model = {**HEADS, "hidden_size": 8192, "max_position_embeddings": 2048}
+    more = {"max_num_batched_tokens": 2048, "max_model_len": 2048}
+    config = engine_config(folder, tensor_parallel_size=8, hf_overrides=model, **more)
+    assert of(config)[2] == [15, 2048]
+
+
+def test_the_limit_stays_where_flashinfers_all_reduce_shares_the_buffers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, lines: Any
+) -> None:
+    monkeypatch.setenv("VLLM_ALLREDUCE_USE_FLASHINFER", "1")
+    assert of(engine_config(folder)) == (True, None, [MAX_TOKENS])
+    assert "(as in vLLM), shared_buffers: FlashInfer's all_reduce" in lines()[0]

@@ -412,7 +412,7 @@ def range_endpoints(engine: Engine, config: Config, choices: tuple[Gate, ...]) -
         begin = config.split_tokens * 3 // 2
         if begin < engine.max_tokens:
             ends.add(begin - 1)
-    return sorted(end for end in ends if 1 < end < engine.max_tokens)
+    return sorted(end for end in ends if 1 < end < engine.max_tokens - 1)
 
 
 def _ends_of_wire(engine: Engine, config: Config, gate: Gate) -> set[int]:
