@@ -13,6 +13,7 @@ from tw_compile.hosts.vllm import plan
 from tw_compile.hosts.vllm.flashinfer import JOINED, Peers, Share, flashinfer_share, fusion_limit
 from tw_compile.hosts.vllm.reasons import FlashInferShare, GroupRefusal
 from tw_compile.hosts.vllm.settings import VllmSettings
+from tw_compile.passes.fusion import FUSE
 
 KIB, MIB = 2**10, 2**20
 ENGINE = plan.Engine(tensor_parallel_size=8, hidden_size=8192, dtype="bfloat16", max_tokens=8192)
@@ -75,6 +76,13 @@ def test_sizes_below_what_was_measured_stay_flashinfers() -> None:
         (LLAMA_8B, replace(VLLM, transport="nccl"), {}, "transport nccl"),
         (LLAMA_8B, replace(VLLM, thresholds="off"), {}, "no table says"),
         (LLAMA_8B, replace(VLLM, fuse_max_bytes=MIB), {}, "no table says"),
+        (ENGINE, VLLM, {"peers": Peers(None, False)}, "NVLink joins"),
+        (ENGINE, VLLM, {"peers": Peers(True, False)}, "NVLink joins"),
+        (ENGINE, VLLM, {"peer_access": False}, "without peer access"),
+        (ENGINE, replace(VLLM, host="vllm-0.33"), {}, "multicast"),
+        (ENGINE, replace(VLLM, fuse=False), {}, "nothing is fused"),
+        (ENGINE, replace(VLLM, disable_passes=(FUSE.name,)), {}, "nothing is fused"),
+        (replace(ENGINE, dtype="float16"), VLLM, {}, "no table says"),  # multimem takes bfloat16 alone
     ],
     ids=str,
 )
@@ -82,13 +90,46 @@ def test_what_was_not_measured_stays_flashinfers(
     engine: plan.Engine, config: Config, given: dict[str, Any], detail: str
 ) -> None:
     found = share(engine, config, **given)
-    assert (found.limit, found.reason) == (64 * MIB, FlashInferShare.NOT_MEASURED) and not found.changes
+    vllms = OF_VLLM[engine.tensor_parallel_size]
+    assert (found.limit, found.reason) == (vllms, FlashInferShare.NOT_MEASURED) and not found.changes
     assert detail in found.detail and "(as in vLLM), not_measured: " in found.line
 
 
 def test_flashinfers_kernels_for_multicast_were_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_FLASHINFER_ALLREDUCE_BACKEND", "mnnvl")
     assert share(LLAMA_8B).reason == FlashInferShare.NOT_MEASURED
+
+
+@pytest.mark.parametrize(
+    ("ranks", "limit", "reason"),
+    [
+        (2, None, FlashInferShare.MEASURED_FASTER),
+        (4, 2 * MIB, FlashInferShare.SHARED_BUFFERS),
+        (8, 512 * KIB, FlashInferShare.NOT_MEASURED),
+    ],
+)
+def test_the_limit_is_not_lowered_where_flashinfers_all_reduce_shares_the_buffers(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, limit: int | None, reason: FlashInferShare
+) -> None:
+    """vLLM has one workspace for both. Made for a small limit, it would be too small for what the all_reduce is given."""
+    monkeypatch.setenv("VLLM_ALLREDUCE_USE_FLASHINFER", "1")
+    found = share(replace(ENGINE, tensor_parallel_size=ranks))
+    assert (found.limit, found.reason) == (limit, reason)
+    if reason == FlashInferShare.SHARED_BUFFERS:
+        assert "shares the fusion's buffers" in found.detail and "tw_compile is faster from 48 KiB on" in found.detail
+
+
+@pytest.mark.parametrize(("variable", "limit"), [(None, 240 * KIB), ("VLLM_USE_NCCL_SYMM_MEM", 112 * KIB)])
+def test_eight_ranks_keep_whole_tokens_below_what_is_faster_unfused(
+    monkeypatch: pytest.MonkeyPatch, variable: str | None, limit: int
+) -> None:
+    """FlashInfer's limit is inclusive. Ours of 256 KiB is not: by the table the 16th token of hidden 8192 is multimem's."""
+    if variable is not None:
+        monkeypatch.setenv(variable, "1")
+    found = share(ENGINE)
+    assert (found.limit, found.reason) == (limit, FlashInferShare.UNFUSED_FASTER)
+    if variable is None:
+        assert [limit // plan.row_bytes_of(ENGINE)] == plan.range_endpoints(ENGINE, VLLM, plan.gates(VLLM, SM90))[:1]
 
 
 def test_sizes_that_an_option_leaves_unfused_stay_flashinfers() -> None:

@@ -97,7 +97,8 @@ def test_ranges_end_where_multimem_takes_over() -> None:
     assert plan.range_endpoints(ENGINE, VLLM, both) == [15, 4095]  # NCCL from 64 MiB
     assert plan.range_endpoints(replace(ENGINE, hidden_size=2048), VLLM, both) == [63]
     assert plan.range_endpoints(replace(ENGINE, tensor_parallel_size=4), VLLM, both) == []
-    assert plan.range_endpoints(replace(ENGINE, max_tokens=15), VLLM, both) == []
+    for max_tokens in (15, 16):  # vLLM tunes the GEMMs of a range of one size
+        assert plan.range_endpoints(replace(ENGINE, max_tokens=max_tokens), VLLM, both) == []
 
 
 def test_without_peer_access_there_is_one_kind_of_node() -> None:
@@ -146,6 +147,7 @@ def test_ranges_follow_the_options() -> None:
         ({"tensor_parallel_size": 4}, {"fuse_min_bytes": 2**14}, False),
         ({"tensor_parallel_size": 4}, {"fuse_max_bytes": 2**30}, False),
         ({"tensor_parallel_size": 4}, {"fuse": False}, False),
+        ({"tensor_parallel_size": 4}, {"disable_passes": "fuse_all_reduce_rms_norm"}, False),
     ],
 )
 def test_whether_all_sums_are_fused(change: dict[str, Any], options: dict[str, Any], expected: bool) -> None:
@@ -429,7 +431,7 @@ def test_doctor_shows_what_vllm_would_do(monkeypatch: pytest.MonkeyPatch) -> Non
     assert last["ranges_end_at"] == [15, 4095] and last["split"].startswith("split auto: none, no_device_profile")
     first = [group["groups_of_layers"]["from_tokens"] for group in report["groups"]]
     assert first == [513, 513, 513]  # at 2 ranks FlashInfer's up to 64 MiB are ours
-    assert (last["flashinfer_fusion_bytes"], last["flashinfer_fusion_bytes_of_vllm"]) == (256 * KIB, 512 * KIB)
+    assert (last["flashinfer_fusion_bytes"], last["flashinfer_fusion_bytes_of_vllm"]) == (240 * KIB, 512 * KIB)
     off = examine({}, None)
     assert off["enabled"].startswith("no") and off["groups"][-1]["flashinfer_fusion_bytes"] is None
 

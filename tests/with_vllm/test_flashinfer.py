@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 from fake_vllm import HIDDEN, MAX_TOKENS, engine_config
+from test_float8 import BLOCKS
 
 from tw_compile.hosts.vllm.flashinfer import JOINED, Peers
+from tw_compile.passes.fusion import FUSE
 
 ROW_BYTES = 2 * HIDDEN
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8}
@@ -151,6 +153,70 @@ def test_groups_that_span_nodes_are_not_what_was_measured(
     assert "not_measured" in lines()[0]
 
 
+MERGED = "norms merged with quantisations by blocks can't be fused by tw_compile"
+DISABLED = f"nothing is fused, as disable_passes names {FUSE.name}"
+NVFP4 = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}}
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "options", "detail"),
+    [
+        (BLOCKS, {"fuse_norm_quant": True}, {}, MERGED),
+        (BLOCKS, {}, {"fuse_min_bytes": 4096}, MERGED),
+        (BLOCKS, {"fuse_norm_quant": False}, {}, None),
+        (BLOCKS, {}, {}, None),
+        (BLOCKS, {}, {"disable_passes": FUSE.name}, DISABLED),
+        ({}, {}, {"disable_passes": FUSE.name}, DISABLED),
+    ],
+    ids=str,
+)
+def test_norms_that_only_flashinfer_fuses_stay_its_own(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    lines: Any,
+    model: dict[str, Any],
+    given: dict[str, Any],
+    options: dict[str, Any],
+    detail: str | None,
+) -> None:
+    everywhere(monkeypatch, tmp_path)
+    passes = {"compilation": {"pass_config": given}, "additional_config": {"tw_compile": options}}
+    config = engine_config(folder, hf_overrides=model, **passes)
+    assert of(config)[:2] == (detail is not None, None)
+    assert ("measured_faster" if detail is None else f"not_measured: {detail}") in lines()[0]
+    if model == BLOCKS:
+        assert config.compilation_config.pass_config.fuse_norm_quant is (detail is not None)
+
+
+@pytest.mark.parametrize(("capability", "stays"), [((9, 0), False), ((10, 0), True)], ids=str)
+def test_sums_before_quantisations_to_nvfp4_stay_flashinfers_where_it_fuses_these(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    lines: Any,
+    capability: tuple[int, int],
+    stays: bool,
+) -> None:
+    """On Hopper only the weights are in NVFP4."""
+    monkeypatch.setattr("tw_compile.hosts.vllm.plugin._capability", lambda: capability)
+    file = tmp_path / "of_this_device.toml"
+    file.write_text(MEASURED.format(border=ROW_BYTES).replace("sm90", f"sm{capability[0]}0"))
+    monkeypatch.setenv("TW_COMPILE_THRESHOLDS", str(file))
+    assert of(engine_config(folder, hf_overrides=NVFP4))[:2] == (stays, None)
+    assert ("quantisations to NVFP4" in lines()[0]) is stays
+
+
+def test_blocks_of_a_model_with_a_state_stay_flashinfers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nobody knows whether all of its sums are fused, so its norms stay merged with quantisations."""
+    everywhere(monkeypatch, tmp_path)
+    monkeypatch.setattr("tw_compile.hosts.vllm.plan.fuses_all", lambda *args: False)
+    config = engine_config(folder, hf_overrides=BLOCKS)
+    assert of(config)[:2] == (True, None) and config.compilation_config.pass_config.fuse_norm_quant is True
+
+
 @pytest.mark.parametrize("given", [{}, {"fuse_allreduce_rms": True}], ids=["default", "set"])
 def test_a_configuration_that_is_completed_again_stays_and_says_nothing_more(
     folder: Path, lines: Any, given: dict[str, Any]
@@ -166,8 +232,26 @@ def test_a_configuration_that_is_completed_again_stays_and_says_nothing_more(
 def test_flashinfer_is_left_what_it_is_faster_at(folder: Path, monkeypatch: pytest.MonkeyPatch, lines: Any) -> None:
     """vLLM issue 44079: at TP8 on Hopper multimem is faster from 256 KiB, and vLLM fuses up to 512 KiB."""
     config = engine_config(folder, tensor_parallel_size=8, hf_overrides=HEADS)
-    assert config.compilation_config.pass_config.flashinfer_max_size(8) == 256 * 1024
-    assert "is on up to 256 KiB (vLLM has it on up to 512 KiB), unfused_faster: " in lines()[0]
+    below = 256 * 1024 - ROW_BYTES
+    assert config.compilation_config.pass_config.flashinfer_max_size(8) == below
+    assert f"is on up to {below} bytes (vLLM has it on up to 512 KiB), unfused_faster: " in lines()[0]
     monkeypatch.setenv("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")
     without = engine_config(folder, tensor_parallel_size=8, hf_overrides=HEADS)
     assert without.compilation_config.pass_config.flashinfer_max_size(8) == 512 * 1024
+
+
+def test_a_limit_ends_the_range_where_the_tables_border_does(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A range of one size would have vLLM tune its GEMMs: 16 tokens of hidden 8192 are 256 KiB."""
+    monkeypatch.delenv("TW_COMPILE_THRESHOLDS")
+    model = {**HEADS, "hidden_size": 8192, "max_position_embeddings": 2048}
+    more = {"max_num_batched_tokens": 2048, "max_model_len": 2048}
+    config = engine_config(folder, tensor_parallel_size=8, hf_overrides=model, **more)
+    assert of(config)[2] == [15, 2048]
+
+
+def test_the_limit_stays_where_flashinfers_all_reduce_shares_the_buffers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, lines: Any
+) -> None:
+    monkeypatch.setenv("VLLM_ALLREDUCE_USE_FLASHINFER", "1")
+    assert of(engine_config(folder)) == (True, None, [MAX_TOKENS])
+    assert "(as in vLLM), shared_buffers: FlashInfer's all_reduce" in lines()[0]

@@ -18,6 +18,7 @@ from tw_compile.hosts.vllm.plan import Engine, gates, is_fused, row_bytes_of, se
 from tw_compile.hosts.vllm.reasons import FlashInferShare
 from tw_compile.hosts.vllm.settings import NEWEST, VllmSettings
 from tw_compile.kernels.collective.transports import AUTO
+from tw_compile.passes.fusion import FUSE
 
 OPTIONS = ("fuse_allreduce_rms", "fi_allreduce_fusion_max_size_mb")
 """Fields of vLLM's ``pass_config`` by which users say what FlashInfer is to fuse."""
@@ -76,18 +77,25 @@ class Share:
 
 
 def flashinfer_share(
-    engine: Engine, config: Config, choices: tuple[Gate, ...], of_vllm: int | None, peers: Peers, user_set: bool
+    engine: Engine,
+    config: Config,
+    choices: tuple[Gate, ...],
+    of_vllm: int | None,
+    peers: Peers,
+    user_set: bool,
+    alone: str | None = None,
 ) -> Share:
     """What FlashInfer is left of messages of up to ``of_vllm`` bytes, which vLLM gives it; None: it gives it none.
 
     ``choices``: see :func:`tw_compile.hosts.vllm.plan.gates`. ``user_set``: whether the user has set one of :data:`OPTIONS`.
+    ``alone``: which norms of the model only FlashInfer fuses, in words; None if there are none.
     """
     if of_vllm is None:
         return Share()
     if peers.reach is False:
         detail = "without peer access between the GPUs FlashInfer's kernels can't run"
         return Share(None, of_vllm, FlashInferShare.NO_PEER_ACCESS, detail, kept=user_set)
-    found = _by_tables(engine, config, choices, of_vllm, peers)
+    found = _by_tables(engine, config, choices, of_vllm, _obstacle(config, choices, peers) or alone)
     if found.changes and user_set:
         otherwise = f"without {' and '.join(OPTIONS)} in pass_config it would be {_up_to(found.limit)}, {found.reason}"
         return Share(of_vllm, of_vllm, FlashInferShare.SET_BY_USER, f"{otherwise}: {found.detail}", kept=True)
@@ -105,24 +113,46 @@ def explained(config: Config, capability: Capability | None, world_size: int, hi
     return flashinfer_share(engine, config, choices, of_vllm, JOINED, user_set=False).line
 
 
-def _by_tables(engine: Engine, config: Config, choices: tuple[Gate, ...], of_vllm: int, peers: Peers) -> Share:
-    capability, world_size = choices[0].node.capability, engine.tensor_parallel_size
-    unfused = fusion_limit(capability, world_size, settings_of(choices[0]), of_vllm)
-    row_bytes = row_bytes_of(engine)
+def _by_tables(engine: Engine, config: Config, choices: tuple[Gate, ...], of_vllm: int, obstacle: str | None) -> Share:
+    if obstacle is not None:
+        return Share(of_vllm, of_vllm, FlashInferShare.NOT_MEASURED, obstacle)
+    row_bytes, world_size, shares = (
+        row_bytes_of(engine),
+        engine.tensor_parallel_size,
+        settings_of(choices[0]).use_flashinfer,
+    )
+    unfused = of_vllm if shares else _unfused_from(engine, choices, of_vllm)
     most = min(unfused // row_bytes, engine.max_tokens)
-    obstacle = _obstacle(config, choices, peers)
-    first = None if obstacle else _ours_from(engine, config, choices, most)
+    first = _ours_from(engine, config, choices, most)
     if first is not None:
         measured = _measured(engine, choices, most * row_bytes)
         assert measured is not None
         table, entry = measured
+        limit = (first - 1) * row_bytes or None
         detail = f"tw_compile is faster from {size(first * row_bytes)} on, by {table}: {entry.source}"
-        return Share((first - 1) * row_bytes or None, of_vllm, FlashInferShare.MEASURED_FASTER, detail)
+        if shares and limit is not None:
+            needs = "FlashInfer's all_reduce (VLLM_ALLREDUCE_USE_FLASHINFER) shares the fusion's buffers and needs their size"
+            return Share(of_vllm, of_vllm, FlashInferShare.SHARED_BUFFERS, f"{needs}; {detail}")
+        return Share(limit, of_vllm, FlashInferShare.MEASURED_FASTER, detail)
     if unfused != of_vllm:
         detail = "above that an all_reduce that is not fused is faster, by vLLM issue 44079"
-        return Share(unfused, of_vllm, FlashInferShare.UNFUSED_FASTER, detail)
+        return Share(unfused or None, of_vllm, FlashInferShare.UNFUSED_FASTER, detail)
     none = f"no table says that tw_compile is faster than FlashInfer at these sizes with {world_size} ranks"
-    return Share(of_vllm, of_vllm, FlashInferShare.NOT_MEASURED, obstacle or none)
+    return Share(of_vllm, of_vllm, FlashInferShare.NOT_MEASURED, none)
+
+
+def _unfused_from(engine: Engine, choices: tuple[Gate, ...], of_vllm: int) -> int:
+    """:func:`fusion_limit` where vLLM has the faster all_reduce for what is above, if there is multicast; else its own limit.
+
+    The result is below the limit by the rows of whole tokens, so that vLLM's range ends where the table's does.
+    """
+    node, settings, world_size = choices[0].node, settings_of(choices[0]), engine.tensor_parallel_size
+    limit = fusion_limit(node.capability, world_size, settings, of_vllm)
+    then = dispatch.active_backend(node, settings, world_size, engine.dtype, of_vllm, hosts=1).backend
+    if limit == of_vllm or then not in (Backend.MULTIMEM, Backend.NCCL_SYMMETRIC):
+        return of_vllm
+    row_bytes = row_bytes_of(engine)
+    return max(limit - 1, 0) // row_bytes * row_bytes
 
 
 def _obstacle(config: Config, choices: tuple[Gate, ...], peers: Peers) -> str | None:
@@ -133,6 +163,7 @@ def _obstacle(config: Config, choices: tuple[Gate, ...], peers: Peers) -> str | 
     )
     reasons = (
         (not config.fuse, "nothing is fused"),
+        (FUSE.name in config.disable_passes, f"nothing is fused, as disable_passes names {FUSE.name}"),
         (config.transport not in (AUTO, _NAMED), f"transport {config.transport} was not timed beside FlashInfer"),
         (not all(gate.node.peer_access for gate in choices), "no run without peer access had FlashInfer's kernels"),
         (multicast, "FlashInfer's kernels for multicast were not timed beside ours"),

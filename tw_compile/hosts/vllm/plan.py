@@ -23,6 +23,7 @@ from tw_compile.kernels.collective.planned_wires import planned_wires
 from tw_compile.kernels.collective.transports import AUTO
 from tw_compile.kernels.collective.wires import EXACT
 from tw_compile.own_gate import own_gate
+from tw_compile.passes.fusion import FUSE
 from tw_compile.passes.fusion.wire import exact_halves, message_refusal, name_of_wire, wire_threshold
 from tw_compile.passes.reasons import SplitRefusal, WireRefused
 from tw_compile.planning import ALL_EXACT, DeviceProfile, LayerShape, Link, Mode, Off, Plan, Wires, plan_layer
@@ -411,7 +412,7 @@ def range_endpoints(engine: Engine, config: Config, choices: tuple[Gate, ...]) -
         begin = config.split_tokens * 3 // 2
         if begin < engine.max_tokens:
             ends.add(begin - 1)
-    return sorted(end for end in ends if 1 < end < engine.max_tokens)
+    return sorted(end for end in ends if 1 < end < engine.max_tokens - 1)
 
 
 def _ends_of_wire(engine: Engine, config: Config, gate: Gate) -> set[int]:
@@ -443,6 +444,8 @@ def fuses_all(engine: Engine, config: Config, choices: tuple[Gate, ...]) -> bool
     Operators that keep a state may do sums by themselves, so nobody knows it of engines with such layers.
     """
     if not config.fuse or config.fuse_min_bytes or config.fuse_max_bytes is not None or engine.state_space:
+        return False
+    if FUSE.name in config.disable_passes:
         return False
     row_bytes = row_bytes_of(engine)
     return config.transport != "auto" or all(

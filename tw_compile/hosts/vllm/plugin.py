@@ -28,15 +28,19 @@ from tw_compile.kernels.collective.wires import EXACT
 
 logger = logging.getLogger("vllm.tw_compile")
 _MIB = 2**20
+_QUANTISES_TO_NVFP4 = (10, 0)
+"""The first compute capability at which FlashInfer's fusion quantises to NVFP4."""
 
 
 class Asked(NamedTuple):
     """What the user has said, which vLLM's configuration does not tell from defaults once it is complete.
 
-    ``flashinfer``: whether one of :data:`OPTIONS` is set. ``range_ends``: ``compile_ranges_endpoints``.
+    ``flashinfer``: whether one of :data:`OPTIONS` is set. ``norm_quant``: whether ``fuse_norm_quant`` is. ``range_ends``:
+    ``compile_ranges_endpoints``.
     """
 
     flashinfer: bool
+    norm_quant: bool
     range_ends: list[int] | None
 
 
@@ -62,12 +66,13 @@ def register() -> None:
             return
         config = _config_of(self, options)
         limits = self.compilation_config.pass_config
-        user_said = limits.fuse_norm_quant is not None
         asked = Asked(
-            any(getattr(limits, name) is not None for name in OPTIONS), self.compilation_config.compile_ranges_endpoints
+            any(getattr(limits, name) is not None for name in OPTIONS),
+            limits.fuse_norm_quant is not None,
+            self.compilation_config.compile_ranges_endpoints,
         )
         original(self)
-        if _install(self, config, asked) and not user_said:
+        if _install(self, config, asked) and not asked.norm_quant:
             try:
                 _keep_norms_apart(self, config)
             except Exception as error:
@@ -89,16 +94,41 @@ def _keep_norms_apart(engine: Any, config: Config) -> None:
     """
     from tw_compile.hosts.vllm.engine import engine_of
 
-    quantisation = engine.quant_config
-    blocks = getattr(quantisation, "weight_block_size", None) is not None or (
-        hasattr(quantisation, "has_blocked_weights") and quantisation.has_blocked_weights()
-    )
-    if not blocks:
+    if not _blocks(engine):
         return
     facts = engine_of(engine)
     choices = plan.gates(config, _capability(), *links_for_kernels(facts.tensor_parallel_size))
     if plan.fuses_all(facts, config, choices):
         engine.compilation_config.pass_config.fuse_norm_quant = False
+
+
+def _blocks(engine: Any) -> bool:
+    """Whether float8 weights have scales of blocks."""
+    quantisation = engine.quant_config
+    return getattr(quantisation, "weight_block_size", None) is not None or (
+        hasattr(quantisation, "has_blocked_weights") and quantisation.has_blocked_weights()
+    )
+
+
+def _nvfp4(engine: Any) -> bool:
+    """Whether some weights are in NVFP4, of a checkpoint by ModelOpt or compressed-tensors."""
+    quantisation = engine.quant_config
+    if quantisation is None:
+        return False
+    formats = [getattr(quantisation, name, None) for name in ("quant_format", "quantized_layers")]
+    return quantisation.get_name() == "modelopt_fp4" or "nvfp4" in str(formats).lower()
+
+
+def _only_flashinfer_fuses(
+    engine: Any, config: Config, facts: plan.Engine, choices: tuple[Gate, ...], asked: Asked
+) -> str | None:
+    """Which norms FlashInfer fuses and ours can't, in words; None if there are none. See :func:`_keep_norms_apart`."""
+    merges = engine.compilation_config.pass_config.fuse_norm_quant and _blocks(engine)
+    if merges and (asked.norm_quant or not plan.fuses_all(facts, config, choices)):
+        return "norms merged with quantisations by blocks can't be fused by tw_compile"
+    if _nvfp4(engine) and (_capability() or (0, 0)) >= _QUANTISES_TO_NVFP4:
+        return "FlashInfer fuses quantisations to NVFP4, too, and tw_compile does not"
+    return None
 
 
 def _wrap_backend() -> None:
@@ -152,13 +182,17 @@ def _give_flashinfer(engine: Any, share: Share, asked: Asked) -> None:
     engine._set_compile_ranges()
 
 
-def _flashinfer_share(engine: Any, config: Config, facts: plan.Engine, choices: tuple[Gate, ...], asked: bool) -> Share:
-    """What FlashInfer is left in ``engine``. ``asked``: whether its options are not to be changed."""
+def _flashinfer_share(
+    engine: Any, config: Config, facts: plan.Engine, choices: tuple[Gate, ...], asked: Asked, again: bool
+) -> Share:
+    """What FlashInfer is left in ``engine``. ``again``: whether this configuration was here before, and is to stay."""
     limits, ranks, parallel = engine.compilation_config.pass_config, facts.tensor_parallel_size, engine.parallel_config
     fuses = limits.fuse_allreduce_rms and _capability() is not None
     one_node = ranks <= getattr(parallel, "local_world_size", ranks)
     peers = peers_of(ranks) if fuses and one_node else Peers(None, False)
-    return flashinfer_share(facts, config, choices, limits.flashinfer_max_size(ranks) if fuses else None, peers, asked)
+    of_vllm = limits.flashinfer_max_size(ranks) if fuses else None
+    alone = _only_flashinfer_fuses(engine, config, facts, choices, asked)
+    return flashinfer_share(facts, config, choices, of_vllm, peers, asked.flashinfer or again, alone)
 
 
 def _tell(engine: Any) -> None:
@@ -245,7 +279,7 @@ def _put(engine: Any, config: Config, asked: Asked) -> tuple[bool, tuple[str, ..
     if isinstance(users, VllmPass):  # the user named it in inductor_passes, or this configuration was here before
         again, users = users.engine is not None, users.before
     choices = plan.gates(config, _capability(), *links_for_kernels(facts.tensor_parallel_size))
-    share = _flashinfer_share(engine, config, facts, choices, asked.flashinfer or again)
+    share = _flashinfer_share(engine, config, facts, choices, asked, again)
     if share.changes:
         _give_flashinfer(engine, share, asked)
     flashinfer = share.limit

@@ -44,4 +44,5 @@ class FlashInferShare(StrEnum):
     UNFUSED_FASTER = "unfused_faster"
     NO_PEER_ACCESS = "no_peer_access"
     NOT_MEASURED = "not_measured"
+    SHARED_BUFFERS = "shared_buffers"
     SET_BY_USER = "set_by_user"
