@@ -43,7 +43,13 @@ def engine_of(config: Any) -> Engine:
         quantised=model.quantization is not None,
         experts=model.get_num_experts() > 0,
         returns_experts=bool(getattr(model, "enable_return_routed_experts", False)),
+        times_steps=_alone(parallel),
     )
+
+
+def _alone(parallel: Any) -> bool:
+    """Whether all ranks are of one tensor-parallel group: with others, they need not all be there to measure something."""
+    return bool(parallel.world_size_across_dp == parallel.tensor_parallel_size)
 
 
 def layer_of(engine: Any) -> LayerShape | None:
@@ -59,5 +65,4 @@ def layer_of(engine: Any) -> LayerShape | None:
 def known_of(config: Config, engine: Any, choices: tuple[Gate, ...]) -> Known:
     """What is known of the engine's node. vLLM finds the device's name without a CUDA context."""
     parallel, name = engine.parallel_config, current_platform.get_device_name() if current_platform.is_cuda() else None
-    ranks = parallel.world_size_across_dp
-    return known_before(config, name, ranks, choices, measures=ranks == parallel.tensor_parallel_size)
+    return known_before(config, name, parallel.world_size_across_dp, choices, measures=_alone(parallel))
