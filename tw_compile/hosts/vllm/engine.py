@@ -33,7 +33,7 @@ def engine_of(config: Any) -> Engine:
         batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
         lora=config.lora_config is not None,
         dual_batch_overlap=parallel.use_ubatching,
-        state_space=model.is_hybrid or model.is_attention_free,
+        state_space=model.is_hybrid or model.is_attention_free or _linear_attention(model.hf_text_config),
         context_parallel=parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size > 1,
         kv_transfer=config.kv_transfer_config is not None,
         prefix_lm=bool(getattr(model, "is_mm_prefix_lm", False)),
@@ -50,6 +50,11 @@ def engine_of(config: Any) -> Engine:
 def _alone(parallel: Any) -> bool:
     """Whether all ranks are of one tensor-parallel group: with others, they need not all be there to measure something."""
     return bool(parallel.world_size_across_dp == parallel.tensor_parallel_size)
+
+
+def _linear_attention(text: Any) -> bool:
+    """Whether layers are of linear attention. vLLM does not mark all such models as hybrids, as Qwen3.5 without images."""
+    return "linear_attention" in (getattr(text, "layer_types", None) or ())
 
 
 def layer_of(engine: Any) -> LayerShape | None:
