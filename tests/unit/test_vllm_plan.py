@@ -106,6 +106,13 @@ def test_without_peer_access_there_is_one_kind_of_node() -> None:
     assert plan.range_endpoints(ENGINE, VLLM, (only,)) == []
 
 
+def test_ranges_end_where_vllms_all_reduces_change_also_if_our_kernels_leave_peer_access_unused() -> None:
+    both = plan.gates(VLLM, (9, 0), peers_used=False)
+    assert [gate.node.multicast for gate in both] == [True, False]
+    assert all(gate.node.peer_access and not gate.node.peer_kernels for gate in both)
+    assert plan.range_endpoints(ENGINE, VLLM, both) == plan.range_endpoints(ENGINE, VLLM, plan.gates(VLLM, (9, 0)))
+
+
 def test_over_a_link_without_atomics_hosts_use_peers_and_our_kernels_do_not() -> None:
     (only,) = plan.gates(VLLM, (9, 0), peer_atomics=False)
     assert only.node.peer_access and not only.node.peer_kernels and not only.node.multicast

@@ -139,11 +139,16 @@ class Engine:
 
 
 def gates(
-    config: Config, capability: tuple[int, int] | None, peer_access: bool = True, peer_atomics: bool = True
+    config: Config,
+    capability: tuple[int, int] | None,
+    peer_access: bool = True,
+    peer_atomics: bool = True,
+    peers_used: bool = True,
 ) -> tuple[Gate, ...]:
     """The gates for the kinds of node that the workers may find: with NVLink multicast, and without.
 
     Where there is known to be no peer access, or a link without atomics, there is no multicast either, so there is one gate.
+    ``peers_used``: whether our kernels may use what there is; vLLM does in any case.
 
     Raises:
         ValueError: A thresholds file, or an environment variable, is wrong.
@@ -152,7 +157,8 @@ def gates(
         return (own_gate(config, Node(None, False)),)
     if not (peer_access and peer_atomics):
         return (own_gate(config, Node(capability, False, peer_access, peer_atomics)),)
-    return tuple(own_gate(config, Node(capability, multicast)) for multicast in (True, False))
+    nodes = [Node(capability, multicast, peer_atomics=peers_used) for multicast in (True, False)]
+    return tuple(own_gate(config, node) for node in nodes)
 
 
 def settings_of(gate: Gate) -> VllmSettings:
