@@ -23,8 +23,10 @@ def test_long_steps_begin_behind_what_flashinfer_is_left(monkeypatch: pytest.Mon
     assert group["groups_of_layers"] == {"from_tokens": 513}
 
 
-def test_peer_access_that_is_switched_off_counts_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in the plugin: links_for_kernels() finds none with TW_COMPILE_PEER_ACCESS=0."""
+def test_vllm_has_its_own_all_reduces_where_our_kernels_leave_peer_access_unused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in the plugin and in the workers: TW_COMPILE_PEER_ACCESS=0 is for our kernels alone."""
     from tw_compile.cli.app import app
 
     monkeypatch.setenv("TW_COMPILE_PEER_ACCESS", "0")
@@ -32,7 +34,12 @@ def test_peer_access_that_is_switched_off_counts_as_none(monkeypatch: pytest.Mon
     found = machine.examine() | {"gpus": [gpu, gpu | {"index": 1}], "peer_access": [[True, True], [True, True]]}
     monkeypatch.setattr(machine, "examine", lambda: found)
     shown = CliRunner().invoke(app, ["doctor", "--vllm", "--json", "-"])
-    assert json.loads(shown.stdout)["vllm"]["peer_access"] is False
+    of_vllm = json.loads(shown.stdout)["vllm"]
+    assert of_vllm["peer_access"] is True and of_vllm["peer_access_used"] is False
+    text = str(sections(of_vllm))
+    assert "through host memory: TW_COMPILE_PEER_ACCESS=0" in text and "NCCL alone" not in text
+    stretches = [one for group in of_vllm["groups"] for each in group["thresholds"].values() for one in each]
+    assert {"custom", "multimem"} <= {one["backend"] for one in stretches}
 
 
 def test_doctor_says_what_flashinfer_is_left_as_the_start_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +51,7 @@ def test_doctor_says_what_flashinfer_is_left_as_the_start_does(monkeypatch: pyte
     joined, by_pcie, apart = (
         of_two(),
         of_two(peers=Peers(True, False)),
-        of_two(peers=Peers(False, False), peer_access=False),
+        of_two(peers=Peers(False, False)),
     )
     reasons = [group["flashinfer_fusion_reason"] for group in (joined, by_pcie, apart)]
     assert reasons == ["measured_faster", "not_measured", "no_peer_access"]

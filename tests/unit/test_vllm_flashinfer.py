@@ -30,9 +30,10 @@ def share(
     capability: tuple[int, int] | None = SM90,
     peers: Peers = JOINED,
     peer_access: bool = True,
+    peers_used: bool = True,
     user_set: bool = False,
 ) -> Share:
-    choices = plan.gates(config, capability, peer_access)
+    choices = plan.gates(config, capability, peer_access, peers_used=peers_used)
     return flashinfer_share(engine, config, choices, OF_VLLM[engine.tensor_parallel_size], peers, user_set)
 
 
@@ -70,7 +71,7 @@ def test_sizes_below_what_was_measured_stay_flashinfers() -> None:
         (LLAMA_8B, VLLM, {"capability": None}, "no table says"),
         (LLAMA_8B, VLLM, {"peers": Peers(None, False)}, "NVLink joins"),
         (LLAMA_8B, VLLM, {"peers": Peers(True, False)}, "NVLink joins"),
-        (LLAMA_8B, VLLM, {"peer_access": False}, "without peer access"),  # by TW_COMPILE_PEER_ACCESS=0
+        (LLAMA_8B, VLLM, {"peers_used": False}, "without peer access"),  # by TW_COMPILE_PEER_ACCESS=0
         (LLAMA_8B, replace(VLLM, host="vllm-0.33"), {}, "multicast"),
         (LLAMA_8B, replace(VLLM, fuse=False), {}, "nothing is fused"),
         (LLAMA_8B, replace(VLLM, transport="nccl"), {}, "transport nccl"),

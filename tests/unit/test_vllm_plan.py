@@ -18,7 +18,7 @@ from tw_compile.hosts.vllm.options import asked_options, host_of, switched_off, 
 from tw_compile.hosts.vllm.reasons import GroupRefusal, HostRefusal, WholeAttention
 from tw_compile.hosts.vllm.settings import VllmSettings
 from tw_compile.models.config import load_config, tensor_parallel_plan
-from tw_compile.planning import LayerShape, Off, Plan, layer_shape, load_profile, plan_layer
+from tw_compile.planning import DeviceProfile, LayerShape, Off, Plan, layer_shape, load_profile, plan_layer
 
 KIB, MIB = 2**10, 2**20
 ENGINE = plan.Engine(tensor_parallel_size=8, hidden_size=8192, dtype="bfloat16", max_tokens=8192)
@@ -105,6 +105,13 @@ def test_without_peer_access_there_is_one_kind_of_node() -> None:
     (only,) = plan.gates(VLLM, (9, 0), peer_access=False)
     assert not only.node.peer_access and not only.node.multicast
     assert plan.range_endpoints(ENGINE, VLLM, (only,)) == []
+
+
+def test_ranges_end_where_vllms_all_reduces_change_also_if_our_kernels_leave_peer_access_unused() -> None:
+    both = plan.gates(VLLM, (9, 0), peers_used=False)
+    assert [gate.node.multicast for gate in both] == [True, False]
+    assert all(gate.node.peer_access and not gate.node.peer_kernels for gate in both)
+    assert plan.range_endpoints(ENGINE, VLLM, both) == plan.range_endpoints(ENGINE, VLLM, plan.gates(VLLM, (9, 0)))
 
 
 def test_over_a_link_without_atomics_hosts_use_peers_and_our_kernels_do_not() -> None:
@@ -237,6 +244,22 @@ def test_a_range_that_only_the_host_may_slow_down_is_compiled_both_ways(name: st
     assert by_host.off is Off.HOST_SLOWER and by_device.off is None
 
 
+@pytest.mark.parametrize("profile", [H200, replace(H200, estimated=True)], ids=["measured", "estimated"])
+@pytest.mark.parametrize("most", [2048, 8192])
+def test_nothing_is_compiled_both_ways_that_the_start_does_not_time(profile: DeviceProfile, most: int) -> None:
+    """As with pipeline or data parallelism. What surely gains is split, as without groups of layers."""
+    layer, config = layer_of("llama-3.1-8b", 2), Config(host="vllm-0.24", split="auto")
+    engine = replace(ENGINE, tensor_parallel_size=2, hidden_size=layer.hidden_size, max_tokens=most)
+    choices, split_for = plan.gates(config, (9, 0)), plan.SplitFor(profile, layer)
+
+    def found(engine: plan.Engine, groups: bool) -> plan.PlannedRanges:
+        return plan.planned_ranges(engine, config, choices, 513, [], split_for, True, groups)
+
+    assert found(engine, groups=True).tried
+    alone = found(replace(engine, times_steps=False), groups=True)
+    assert alone == found(engine, groups=False) and not alone.tried and "the start measures" not in alone.text
+
+
 def test_captured_steps_need_no_time_of_the_host() -> None:
     ranges, line = planned(captured_tokens=8192, inside=False)
     assert len(ranges) <= 2 and line == f"split auto: steps of {ranges[-1][0]} to 8192 tokens"
@@ -341,7 +364,9 @@ def test_without_peer_access_steps_that_nobody_can_plan_are_measured_both_ways(
     ranges = ((513, 2047), (2048, 8192))
     steps = "steps of 513 to 8192 tokens where the start measures that this is faster"
     assert found(without) == (ranges, f"split auto: {steps}, as nobody knows the times of {kernels}", ranges, False)
-    for other in (found(without, groups=False), found(peers)):
+    others = [found(without, groups=False), found(peers)]
+    engine = replace(engine, times_steps=False)
+    for other in (*others, found(without)):
         assert other.tried == () and "layer_not_recognised" in other.text and not other.by_ranks
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tw_compile.hosts.vllm import ways
 from tw_compile.hosts.vllm.step_graphs import StepGraph, StepGraphs
-from tw_compile.hosts.vllm.ways import Tried, split_from
+from tw_compile.hosts.vllm.ways import Times, Tried, split_from
 
 
 @pytest.mark.parametrize(
@@ -32,22 +32,35 @@ def test_steps_are_split_from_where_all_longer_ones_gain(
 ) -> None:
     tried = Tried(1000, 3000)
     assert tried.sizes() == [1000, 2000, 3000]
-    assert split_from(tried, whole, split) == expected
+    assert split_from(tried, Times(whole, split, launch_ms=split[0])) == expected
 
 
 def test_a_range_of_two_sizes_is_timed_at_both() -> None:
     assert Tried(7, 8).sizes() == [7, 8]
-    assert split_from(Tried(7, 8), (1.0, 3.0), (2.0, 0.5)) == 8
+    assert split_from(Tried(7, 8), Times((1.0, 3.0), (2.0, 0.5), 0.4)) == 8
+
+
+@pytest.mark.parametrize("range_", [(4097, 8192), (6145, 8192)])
+def test_a_gain_that_the_host_does_not_limit_counts_from_the_first_step_on(range_: tuple[int, int]) -> None:
+    tried = Tried(*range_)
+    whole = [tokens * 0.01 for tokens in tried.sizes()]
+    split = [0.92 * ms for ms in whole]
+    assert split_from(tried, Times(whole, split, launch_ms=20.0)) == tried.low
+    assert split_from(tried, Times(whole, split, launch_ms=whole[-1])) == tried.high + 1
 
 
 class Worker:
-    """A step takes ``seconds(tokens, split)`` on a clock of its own. ``log`` has the steps."""
+    """The host launches a step and goes on, and the device runs it. Both have a clock of their own. ``log`` has the steps."""
 
     def __init__(self, tried: Tried, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.tried, self.now = tried, 0.0
+        self.tried, self.now, self.done, self.launch_s = tried, 0.0, 0.0, 0.016
         self.log: list[tuple[int, bool]] = []
         self.model_runner = SimpleNamespace(_dummy_run=self._dummy_run)
         monkeypatch.setattr(ways.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(ways, "_synchronise", self._synchronise)
+
+    def _synchronise(self) -> None:
+        self.now = max(self.now, self.done)
 
     def _dummy_run(
         self, tokens: int, cudagraph_runtime_mode: Any = None, force_attention: bool = False, skip_eplb: bool = False
@@ -55,7 +68,9 @@ class Worker:
         assert (cudagraph_runtime_mode, force_attention, skip_eplb) == ("none", True, True)
         split = tokens >= self.tried.split_from
         self.log.append((tokens, split))
-        self.now += max(tokens * (8e-6 if split else 1e-5), 0.016 if split else 0.0)  # the host launches in 16 ms
+        begun = max(self.now, self.done)
+        self.now += self.launch_s if split else 0.0
+        self.done = max(begun + tokens * (8e-6 if split else 1e-5), self.now)
 
 
 @pytest.fixture
@@ -75,7 +90,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> Tried:
 
     def gather(own: list[float], group: Any) -> list[list[float]]:
         assert group == "cpu"
-        return [own, [*own[: len(own) // 2], *(ms + 1.0 for ms in own[len(own) // 2 :])]]
+        return [own, [*own[: len(found.sizes())], *(ms + 1.0 for ms in own[len(found.sizes()) :])]]
 
     monkeypatch.setattr(ways.agree, "gather", gather)
     return found
@@ -88,14 +103,23 @@ def test_the_slowest_ranks_times_decide(
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     with caplog.at_level(logging.INFO, logger="vllm.tw_compile"):
         ways.choose_ways(worker)
-    assert worker.log == [(tokens, split) for split in (False, True) for tokens in tried.sizes() for _ in range(4)]
+    timed = [(tokens, split) for split in (False, True) for tokens in tried.sizes() for _ in range(4)]
+    assert worker.log == [*timed, *[(1000, True)] * ways.RUNS]
     # Whole 10, 20, 30 ms; split 17, 17, 25 on the other rank, whose host may need 21.25 ms.
     assert tried.split_from == 2200
     (said,) = caplog.messages
     assert said.startswith(
         "tw_compile: steps of 1000 to 3000 tokens are split from 2200 tokens on: split and whole they take "
     )
-    assert "17.0 and 20.0 ms for 2000" in said
+    assert "17.0 and 20.0 ms for 2000" in said and "the host launches a split one in 17.0 ms" in said
+
+
+def test_the_time_of_a_gpu_is_not_taken_for_the_hosts(tried: Tried, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shortest step takes the GPU 10 ms whole, and 9 split on the other rank. Nobody waits for a host that needs 2."""
+    worker = Worker(tried, monkeypatch)
+    worker.launch_s = 0.001
+    ways.choose_ways(worker)
+    assert tried.split_from == 1000
 
 
 def test_the_second_runner_has_other_options(tried: Tried, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +132,7 @@ def test_the_second_runner_has_other_options(tried: Tried, monkeypatch: pytest.M
     worker.model_runner = SimpleNamespace(_dummy_run=second)
     ways.choose_ways(worker)
     assert tried.split_from == 2200
-    assert options == [((), False, True, {})] * 24
+    assert options == [((), False, True, {})] * (24 + ways.RUNS)
 
 
 def test_a_runner_without_the_options_leaves_steps_whole_with_one_line(

@@ -107,7 +107,7 @@ def test_it_keeps_the_sizes_below_and_vllms_ranges_end_there(folder: Path, lines
 
 def test_it_is_off_without_peer_access(folder: Path, monkeypatch: pytest.MonkeyPatch, lines: Any) -> None:
     monkeypatch.setattr("tw_compile.hosts.vllm.plugin.peers_of", lambda ranks: Peers(False, False))
-    monkeypatch.setattr("tw_compile.hosts.vllm.plugin.links_for_kernels", lambda ranks: (False, False))
+    monkeypatch.setattr("tw_compile.hosts.vllm.plugin.links_for_kernels", lambda ranks: (False, False, True))
     assert of(engine_config(folder)) == (False, None, [MAX_TOKENS])
     assert "no_peer_access" in lines()[0]
 

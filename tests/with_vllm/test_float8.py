@@ -142,7 +142,7 @@ def test_without_peer_access_long_steps_are_compiled_both_ways_and_are_the_same(
     monkeypatch.setattr(ways, "tried_ranges", [])
     monkeypatch.setattr("tw_compile.hosts.vllm.steps.tried_ranges", ways.tried_ranges)
     monkeypatch.setattr("tw_compile.hosts.vllm.plugin.peers_of", lambda ranks: Peers(False, False, False))
-    monkeypatch.setattr("tw_compile.hosts.vllm.plugin.links_for_kernels", lambda ranks: (False, False))
+    monkeypatch.setattr("tw_compile.hosts.vllm.plugin.links_for_kernels", lambda ranks: (False, False, True))
     config = engine_config(
         folder,
         hf_overrides=STATIC | {"max_position_embeddings": 1024},

@@ -13,7 +13,7 @@ import pytest
 import states
 import torch
 import torch.fx as fx
-from fake_vllm import MAX_TOKENS, decoder, engine_config
+from fake_vllm import HIDDEN, MAX_TOKENS, decoder, engine_config
 from models_table import models_here
 from most_used_models import ABSENT, BASE, MODELS, WITH_STATE, Model
 from one_rank import one_rank  # noqa: F401
@@ -134,6 +134,7 @@ def test_a_model_that_vllm_does_not_mark_has_no_groups_of_layers_either(
     assert not slot(config).long_ranges and slot(config).engine.state_space
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     monkeypatch.setattr(ModelConfig, "is_hybrid", property(lambda self: False))
+    monkeypatch.setattr("tw_compile.hosts.vllm.engine._linear_attention", lambda text: False)
     config = engine(folder, ALL["Nemotron-H"])
     assert slot(config).long_ranges and not slot(config).engine.state_space
     of_models.clear()
@@ -141,6 +142,22 @@ def test_a_model_that_vllm_does_not_mark_has_no_groups_of_layers_either(
         _, reports = run(config)
     assert fused_but_for(reports) == set() and not of_models
     assert "no groups of layers, state_space: the model calls vllm::mamba_mixer2" in caplog.text
+
+
+def test_a_model_of_linear_attention_that_vllm_does_not_mark_has_no_ranges_for_groups(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As Qwen3.5 without images. Its configuration tells, so the start says one thing, and vLLM has all ends of ranges."""
+    from vllm.config import ModelConfig
+
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    monkeypatch.setattr(ModelConfig, "is_hybrid", property(lambda self: False))
+    with caplog.at_level(logging.INFO, logger="vllm.tw_compile"):
+        config = engine(folder, ALL["Qwen3-Next"], fuse_min_bytes=80 * 4 * HIDDEN)
+    assert slot(config).engine.state_space and not slot(config).long_ranges
+    assert "no groups of layers, state_space:" in caplog.text and "by groups of layers in ranges" not in caplog.text
+    row_bytes = 4 * slot(config).engine.hidden_size
+    assert (80 * 4 * HIDDEN - 1) // row_bytes in config.compilation_config.compile_ranges_endpoints
 
 
 def slot(config: Any) -> Any:

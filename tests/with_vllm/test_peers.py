@@ -40,7 +40,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, refused: set[tuple[int, int, int]], g
 @pytest.mark.parametrize("way", [0, 1])
 def test_one_pair_that_cannot_read_or_write_is_enough(monkeypatch: pytest.MonkeyPatch, way: int) -> None:
     plant(monkeypatch, {(2, 1, way)})
-    assert peers_of(3) == peers_of(4) == Peers(False, False, False) and links_for_kernels(3) == (False, False)
+    assert peers_of(3) == peers_of(4) == Peers(False, False, False) and links_for_kernels(3) == (False, False, True)
     assert peers_of(2) == Peers(True, True)  # the third GPU is not the engine's
 
 
@@ -48,19 +48,19 @@ def test_a_link_has_atomics_if_the_library_says_so_or_if_it_is_of_nvlinks(monkey
     nvlink, atomics = (2, 1, 2), (2, 1, 3)
     for refused, has in (({nvlink}, True), ({atomics}, True), ({nvlink, atomics}, False)):
         plant(monkeypatch, refused)
-        assert links_for_kernels(3) == (True, has) and links_for_kernels(2) == (True, True)
+        assert links_for_kernels(3) == (True, has, True) and links_for_kernels(2) == (True, True, True)
 
 
-def test_the_switch_counts_before_the_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_switch_is_told_beside_the_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, set())
-    assert links_for_kernels(4) == (True, True)
+    assert links_for_kernels(4) == (True, True, True)
     monkeypatch.setenv("TW_COMPILE_PEER_ACCESS", "0")
-    assert links_for_kernels(4) == (False, True)
+    assert links_for_kernels(4) == (True, True, False)
 
 
 def test_gpus_that_cannot_be_asked_about_are_taken_to_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, {(0, 1, 0)}, gpus=2)
-    assert links_for_kernels(8) == (True, True) and links_for_kernels(2) == (False, False)
+    assert links_for_kernels(8) == (True, True, True) and links_for_kernels(2) == (False, False, True)
     assert peers_of(8) == Peers(None, False)
 
 

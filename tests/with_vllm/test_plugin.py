@@ -491,3 +491,14 @@ def test_an_error_while_measuring_costs_one_line_but_a_dead_rank_ends_the_start(
     monkeypatch.setattr(measuring, "load", failing(RuntimeError("rank 1 died")))
     with pytest.raises(RuntimeError, match="rank 1 died"):
         wrapper_of(config, []).load_model()
+
+
+def test_steps_are_timed_where_all_ranks_are_of_one_group(folder: Path) -> None:
+    from tw_compile.hosts.vllm.engine import engine_of
+
+    config = engine_config(folder)
+    assert engine_of(config).times_steps
+    for more in ("data_parallel_size", "world_size"):
+        parallel = copy.copy(config.parallel_config)
+        setattr(parallel, more, 2 * getattr(parallel, more))
+        assert not engine_of(SimpleNamespace(**{**vars(config), "parallel_config": parallel})).times_steps

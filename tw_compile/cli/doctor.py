@@ -51,8 +51,8 @@ def doctor(json_file: JsonOption = None, vllm: VllmOption = False, measure: Meas
 
             reach, atomics = (all(map(all, report[key] or ())) for key in ("peer_access", "native_atomics"))
             peers = Peers(reach, _joined_by_nvlink(report["nvlinks"]), atomics)
-            used = report["peer_access_used"] and peers.reach is True
-            report["vllm"] = of_vllm.examine(os.environ, *_first_gpu(report), peer_access=used, peers=peers)
+            used = report["peer_access_used"]
+            report["vllm"] = of_vllm.examine(os.environ, *_first_gpu(report), peers=peers, peers_used=used)
     except ValueError as error:  # a thresholds file that is wrong
         raise UsageError(str(error)) from error
     report["measured_links"] = _measured_links(console) if measure else None

@@ -36,7 +36,8 @@ class Node:
         multicast: Whether NVLink multicast can be used.
         peer_access: Whether the GPUs can work on each other's memory. Hosts decide by what the hardware can do:
             TW_COMPILE_PEER_ACCESS is for tw_compile alone.
-        peer_atomics: Whether their links have native atomics, too. Our kernels over peer memory need them; hosts' do not.
+        peer_atomics: Whether their links have native atomics, too, that our kernels may use. Ours over peer memory need them;
+            hosts' do not.
     """
 
     capability: tuple[int, int] | None

@@ -8,7 +8,7 @@ from importlib import metadata
 from typing import Any
 
 from tw_compile.config import Config
-from tw_compile.environment import ENABLE
+from tw_compile.environment import ENABLE, PEER_ACCESS
 from tw_compile.gating.gate import Gate
 from tw_compile.hosts.vllm import dispatch, plan
 from tw_compile.hosts.vllm.flashinfer import JOINED, Peers, Share, flashinfer_share
@@ -30,12 +30,12 @@ def examine(
     environment: Mapping[str, str],
     capability: tuple[int, int] | None,
     device_name: str | None = None,
-    peer_access: bool = True,
     peers: Peers = JOINED,
+    peers_used: bool = True,
 ) -> Report:
     """The effective configuration for devices of ``capability``, which are joined as ``peers`` says.
 
-    ``peer_access``: whether tw_compile uses peer access. For FlashInfer vLLM's defaults hold, as nothing tells what users set.
+    ``peers_used``: whether tw_compile uses peer access. For FlashInfer vLLM's defaults hold, as nothing tells what users set.
 
     Raises:
         ValueError: A variable or a thresholds file is wrong.
@@ -43,7 +43,7 @@ def examine(
     version = installed_version()
     asked = asked_options(None, environment)
     config = vllm_config(asked or {}, version or _TESTED, disable_custom_all_reduce=False)
-    choices = plan.gates(config, capability, peer_access, peers.atomics)
+    choices = plan.gates(config, capability, peers.reach is not False, peers.atomics, peers_used)
     engines = [plan.Engine(size, HIDDEN_SIZE, "bfloat16", MAX_TOKENS) for size in WORLD_SIZES]
     settings = plan.settings_of(choices[0])
     fuses = settings.flashinfer_installed or version is None  # where vLLM is not here, FlashInfer would come along
@@ -57,8 +57,9 @@ def examine(
         "dispatch": host_of(version or _TESTED),
         "plugin": _plugin(environment),
         "enabled": _enabled(environment, asked is not None),
-        "peer_access": peer_access,
+        "peer_access": peers.reach is not False,
         "peer_atomics": peers.atomics,
+        "peer_access_used": peers_used,
         "settings": asdict(choices[0].settings),
         "groups": [_group(engine, config, choices, device_name, share(engine)) for engine in engines],
     }
@@ -74,6 +75,8 @@ def sections(report: Report) -> list[tuple[str, str, dict[str, Any] | list[str]]
     }
     if not report["peer_access"]:
         vllm["all_reduces"] = f"NCCL alone: {NO_PEER_ACCESS}"
+    elif not report["peer_access_used"]:
+        vllm["fused"] = f"through host memory: {PEER_ACCESS}=0"
     elif not report["peer_atomics"]:
         vllm["fused"] = f"through host memory: {NO_PEER_ATOMICS}"
     first: list[tuple[str, str, dict[str, Any] | list[str]]] = [

@@ -33,7 +33,7 @@ def engine_of(config: Any) -> Engine:
         batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
         lora=config.lora_config is not None,
         dual_batch_overlap=parallel.use_ubatching,
-        state_space=model.is_hybrid or model.is_attention_free,
+        state_space=model.is_hybrid or model.is_attention_free or _linear_attention(model.hf_text_config),
         context_parallel=parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size > 1,
         kv_transfer=config.kv_transfer_config is not None,
         prefix_lm=bool(getattr(model, "is_mm_prefix_lm", False)),
@@ -43,7 +43,18 @@ def engine_of(config: Any) -> Engine:
         quantised=model.quantization is not None,
         experts=model.get_num_experts() > 0,
         returns_experts=bool(getattr(model, "enable_return_routed_experts", False)),
+        times_steps=_alone(parallel),
     )
+
+
+def _alone(parallel: Any) -> bool:
+    """Whether all ranks are of one tensor-parallel group: with others, they need not all be there to measure something."""
+    return bool(parallel.world_size_across_dp == parallel.tensor_parallel_size)
+
+
+def _linear_attention(text: Any) -> bool:
+    """Whether layers are of linear attention. vLLM does not mark all such models as hybrids, as Qwen3.5 without images."""
+    return "linear_attention" in (getattr(text, "layer_types", None) or ())
 
 
 def layer_of(engine: Any) -> LayerShape | None:
@@ -59,5 +70,4 @@ def layer_of(engine: Any) -> LayerShape | None:
 def known_of(config: Config, engine: Any, choices: tuple[Gate, ...]) -> Known:
     """What is known of the engine's node. vLLM finds the device's name without a CUDA context."""
     parallel, name = engine.parallel_config, current_platform.get_device_name() if current_platform.is_cuda() else None
-    ranks = parallel.world_size_across_dp
-    return known_before(config, name, ranks, choices, measures=ranks == parallel.tensor_parallel_size)
+    return known_before(config, name, parallel.world_size_across_dp, choices, measures=_alone(parallel))

@@ -165,7 +165,7 @@ def _obstacle(config: Config, choices: tuple[Gate, ...], peers: Peers) -> str | 
         (not config.fuse, "nothing is fused"),
         (FUSE.name in config.disable_passes, f"nothing is fused, as disable_passes names {FUSE.name}"),
         (config.transport not in (AUTO, _NAMED), f"transport {config.transport} was not timed beside FlashInfer"),
-        (not all(gate.node.peer_access for gate in choices), "no run without peer access had FlashInfer's kernels"),
+        (not all(gate.node.peer_kernels for gate in choices), "no run without peer access had FlashInfer's kernels"),
         (multicast, "FlashInfer's kernels for multicast were not timed beside ours"),
         (not peers.nvlink, "the driver does not say that NVLink joins the GPUs, as it did where FlashInfer was timed"),
     )

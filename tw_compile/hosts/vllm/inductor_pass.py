@@ -176,7 +176,7 @@ class VllmPass(InductorPass):
         gate, profile = self._gate(), current_profile(self.config)
         # A gate goes by what the GPUs can do, as vLLM does. Our kernels may leave peer access unused.
         peers = group_facts(parallel_state.get_tp_group().unique_name, "cuda").peer_access
-        gate = replace(gate, node=replace(gate.node, peer_access=peers))
+        gate = replace(gate, node=replace(gate.node, peer_atomics=peers))
         split_for = plan.SplitFor(profile, self.layer, current_link(profile, self.config))
         first, ends = self.long_ranges[0][0], [high for _, high in self.long_ranges[:-1]]
         planned = plan.planned_ranges(

@@ -14,13 +14,14 @@ _READ, _WRITE, _NVLINK, _ATOMICS = range(4)
 """Values of ``nvmlGpuP2PCapsIndex_t``. They are defined here because vLLM's copy of the module has the first one as a tuple."""
 
 
-def links_for_kernels(ranks: int) -> tuple[bool, bool]:
-    """Whether our kernels may use peer access among the first ``ranks`` GPUs, and whether the links have native atomics.
+def links_for_kernels(ranks: int) -> tuple[bool, bool, bool]:
+    """Whether the first ``ranks`` GPUs have peer access, whether their links have native atomics, and whether we use them.
 
-    GPUs that the driver's library can't be asked about count as reachable, with atomics. The workers find out whether they are.
+    vLLM's own all_reduces go by the hardware: ``TW_COMPILE_PEER_ACCESS`` is for our kernels alone. GPUs that the driver's
+    library can't be asked about count as reachable, with atomics. The workers find out whether they are.
     """
     peers = peers_of(ranks)
-    return environment.peer_access() and peers.reach is not False, peers.atomics
+    return peers.reach is not False, peers.atomics, environment.peer_access()
 
 
 def peers_of(ranks: int) -> Peers:

@@ -48,6 +48,8 @@ class Engine:
     ``captured_tokens`` tokens may have CUDA graphs. ``quantised``: the weights are quantised. ``experts``: some layers have
     experts. ``lora``: there may be adapters. ``returns_experts``: a step's choices of experts are recorded, by the numbers of
     its tokens. ``state_space``: some layers hand a state from each token to the next, as Mamba and linear attention do.
+    ``times_steps``: the start can time steps of ranges that are compiled both ways, as no ranks are outside the tensor-parallel
+    group.
     """
 
     tensor_parallel_size: int
@@ -68,6 +70,7 @@ class Engine:
     quantised: bool = False
     experts: bool = False
     returns_experts: bool = False
+    times_steps: bool = True
 
     @property
     def kernels_without_times(self) -> str | None:
@@ -137,11 +140,16 @@ class Engine:
 
 
 def gates(
-    config: Config, capability: tuple[int, int] | None, peer_access: bool = True, peer_atomics: bool = True
+    config: Config,
+    capability: tuple[int, int] | None,
+    peer_access: bool = True,
+    peer_atomics: bool = True,
+    peers_used: bool = True,
 ) -> tuple[Gate, ...]:
     """The gates for the kinds of node that the workers may find: with NVLink multicast, and without.
 
     Where there is known to be no peer access, or a link without atomics, there is no multicast either, so there is one gate.
+    ``peers_used``: whether our kernels may use what there is; vLLM does in any case.
 
     Raises:
         ValueError: A thresholds file, or an environment variable, is wrong.
@@ -150,7 +158,8 @@ def gates(
         return (own_gate(config, Node(None, False)),)
     if not (peer_access and peer_atomics):
         return (own_gate(config, Node(capability, False, peer_access, peer_atomics)),)
-    return tuple(own_gate(config, Node(capability, multicast)) for multicast in (True, False))
+    nodes = [Node(capability, multicast, peer_atomics=peers_used) for multicast in (True, False)]
+    return tuple(own_gate(config, node) for node in nodes)
 
 
 def settings_of(gate: Gate) -> VllmSettings:
@@ -285,17 +294,19 @@ def planned_ranges(
     """Ranges of steps of ``first`` tokens and more, and a text that says which of these steps are split, or why none is.
 
     The ranges end at ``ends`` and, for the split, at up to two more token counts. ``groups``: whether the ranks compile groups
-    of layers for these ranges. Then a range may be compiled split and whole: there is up to one more count, and a range where
-    it depends on the host which way is faster. If the profile is an estimate, this is done for all ranges that shall be split.
-    It is also done, without a plan, where sums go through host memory beside kernels of which no times are known: there much of
-    a step is communication. The ranks can also cut the ranges themselves, by what they alone know.
+    of layers for these ranges. If the start can also time steps, a range may be compiled split and whole: there is up to one
+    more count, and a range where it depends on the host which way is faster. If the profile is an estimate, this is done for
+    all ranges that shall be split. It is also done, without a plan, where sums go through host memory beside kernels of which
+    no times are known: there much of a step is communication. The ranks can also cut the ranges themselves, by what they alone
+    know.
     """
+    timed = groups and engine.times_steps
     ranges = ranges_from(first, ends, engine.max_tokens) if first < engine.max_tokens else ()
     text = _not_planned(engine, config, first, split_for, groups)
     if text is not None:
         return PlannedRanges(ranges, text)
     if (kernels := engine.kernels_without_times) is not None:
-        if not groups or any(gate.node.peer_kernels for gate in choices):
+        if not timed or any(gate.node.peer_kernels for gate in choices):
             alone = f"{kernels} leave no SMs to a sum beside them"
             what = "none" if engine.quantised else "no layer with experts"
             return PlannedRanges(ranges, f"split auto: {what}, {SplitRefusal.LAYER_NOT_RECOGNISED}: {alone}")
@@ -312,7 +323,7 @@ def planned_ranges(
         )
     assert profile is not None
     measured = (
-        groups and profile.estimated
+        timed and profile.estimated
     )  # little of the device was measured, so the start measures what a split gains
     host_us = 0.0 if measured else SPLIT_HOST_US
     planner = split_planner(profile, layer, engine, config, choices, inside, host_us, split_for.link)
@@ -322,7 +333,7 @@ def planned_ranges(
     if measured:
         tried = tuple((part.low, part.high) for part in parts if part.split is not None)
         steps += " where the start measures that this is faster" if tried else ""
-    elif groups:
+    elif timed:
         of_device = split_planner(profile, layer, engine, config, choices, inside, 0.0, split_for.link)
         cut, found = _cut_for_the_host(parts, of_device)
         if found is not None:

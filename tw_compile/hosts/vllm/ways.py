@@ -3,8 +3,8 @@
 The host launches a split step kernel by kernel, in about twice the time of a whole one. Where the GPU would be faster than
 that, only a measurement on the machine at hand says whether the split pays. The same holds where the device's profile is an
 estimate. Ranges are cut before anything is compiled. So such a range is compiled split and whole, and when vLLM has warmed up,
-all ranks run steps of a few sizes both ways. From the size on where the slowest rank gains, steps of the range are split. Until
-then, and after an error, they are whole.
+all ranks run steps of a few sizes both ways, and time how long the host launches one. From the size on where the slowest rank
+gains, steps of the range are split. Until then, and after an error, they are whole.
 """
 
 from __future__ import annotations
@@ -195,21 +195,30 @@ def choose_ways(worker: Any) -> None:
 
     with _trial("steps stay whole that were not timed", undo):
         for tried in tried_ranges:
-            whole_ms, split_ms = _timed(tried, steps_of(worker), lambda own: agree.gather(own, group.cpu_group))
-            tried.split_from = split_from(tried, whole_ms, split_ms)
+            times = _timed(tried, steps_of(worker), lambda own: agree.gather(own, group.cpu_group))
+            tried.split_from = split_from(tried, times)
             if group.rank_in_group == 0:
-                logger.info("tw_compile: %s", line(tried, whole_ms, split_ms, time.perf_counter() - begun))
+                logger.info("tw_compile: %s", line(tried, times, time.perf_counter() - begun))
 
 
-def split_from(tried: Tried, whole_ms: Sequence[float], split_ms: Sequence[float]) -> int:
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds of a whole and of a split step of each size, and those that the host needs to launch a split one."""
+
+    whole_ms: Sequence[float]
+    split_ms: Sequence[float]
+    launch_ms: float
+
+
+def split_from(tried: Tried, times: Times) -> int:
     """The number of tokens from which the split is faster at all sizes timed, between two sizes by a straight line.
 
-    The host launches as many kernels for the shortest step as for the longest. So it needs at most the time of the shortest
-    one. A host that serves needs :data:`HEADROOM` times as much. If that is more than a step takes unsplit, it stays unsplit.
+    A host that serves needs :data:`HEADROOM` times as long to launch a split step as one that does nothing else. If that is
+    more than a step takes unsplit, it stays unsplit.
     """
     sizes = tried.sizes()
-    host_ms = HEADROOM * split_ms[0]
-    gains = [whole - max(split, host_ms) for whole, split in zip(whole_ms, split_ms, strict=True)]
+    host_ms = HEADROOM * times.launch_ms
+    gains = [whole - max(split, host_ms) for whole, split in zip(times.whole_ms, times.split_ms, strict=True)]
     first = next((place for place in range(len(sizes), 0, -1) if gains[place - 1] <= 0.0), 0)
     if first == 0:
         return tried.low
@@ -219,27 +228,32 @@ def split_from(tried: Tried, whole_ms: Sequence[float], split_ms: Sequence[float
     return below + 1 + int((above - below - 1) * -loss / (gain - loss))
 
 
-def line(tried: Tried, whole_ms: Sequence[float], split_ms: Sequence[float], seconds: float) -> str:
+def line(tried: Tried, times: Times, seconds: float) -> str:
     """What was measured and chosen, in words."""
-    times = ", ".join(
+    both = ", ".join(
         f"{split:.1f} and {whole:.1f} ms for {tokens}"
-        for tokens, split, whole in zip(tried.sizes(), split_ms, whole_ms, strict=True)
+        for tokens, split, whole in zip(tried.sizes(), times.split_ms, times.whole_ms, strict=True)
     )
+    host = f"the host launches a split one in {times.launch_ms:.1f} ms"
     chosen = f"from {tried.split_from} tokens on" if tried.split_from <= tried.high else "nowhere"
     steps = f"steps of {tried.low} to {tried.high} tokens are split {chosen}"
-    return f"{steps}: split and whole they take {times}, measured in {seconds:.1f} s"
+    return f"{steps}: split and whole they take {both}; {host}; measured in {seconds:.1f} s"
 
 
-def _timed(
-    tried: Tried, run: Callable[[int], None], gather: Callable[[list[float]], list[list[float]]]
-) -> tuple[list[float], list[float]]:
-    """Milliseconds of a whole and of a split step of each size, on the slowest rank."""
-    own = []
+def _timed(tried: Tried, run: Callable[[int], None], gather: Callable[[list[float]], list[list[float]]]) -> Times:
+    """The times of a range on the slowest rank.
+
+    The host launches as many kernels for the shortest step as for the longest. The shortest is launched, because a host that is
+    far ahead of the GPU waits for it.
+    """
+    sizes, own = tried.sizes(), []
     for split in (False, True):
         with tried.forced(split):
-            own += [milliseconds(run, tokens) for tokens in tried.sizes()]
-    slowest = [max(times) for times in zip(*gather(own), strict=True)]
-    return slowest[: len(own) // 2], slowest[len(own) // 2 :]
+            own += [milliseconds(run, tokens) for tokens in sizes]
+            if split:
+                own.append(_launch_milliseconds(run, sizes[0]))
+    *slowest, launch_ms = [max(times) for times in zip(*gather(own), strict=True)]
+    return Times(slowest[: len(sizes)], slowest[len(sizes) :], launch_ms)
 
 
 def milliseconds(run: Callable[[int], None], tokens: int) -> float:
@@ -251,6 +265,18 @@ def milliseconds(run: Callable[[int], None], tokens: int) -> float:
         run(tokens)
     _synchronise()
     return (time.perf_counter() - begun) / RUNS * 1e3
+
+
+def _launch_milliseconds(run: Callable[[int], None], tokens: int) -> float:
+    """Milliseconds that the host needs to launch one of :data:`RUNS` steps, on this rank. The device is idle before each."""
+    seconds = 0.0
+    for _ in range(RUNS):
+        _synchronise()
+        begun = time.perf_counter()
+        run(tokens)
+        seconds += time.perf_counter() - begun
+    _synchronise()
+    return seconds / RUNS * 1e3
 
 
 def _synchronise() -> None:
