@@ -152,11 +152,11 @@ def test_without_peer_access_long_steps_are_compiled_both_ways_and_are_the_same(
         max_model_len=1024,
     )
     with collect_reports() as reports, llama(config) as model:
-        whole = model(1000)
+        in_one = model(1000)
         (tried,) = ways.tried_ranges
         assert (tried.low, tried.high, tried.split_from) == (513, 1024, 1025)
         tried.split_from = tried.low
-        torch.testing.assert_close(model(1000), whole, rtol=0.1, atol=0.1)
+        torch.testing.assert_close(model(1000), in_one, rtol=0.1, atol=0.1)
     modes = [report.split for report in reports if report.tokens == (513, 1024) and report.split is not None]
     assert modes and {(split.mode, split.plan, *split.sizes) for split in modes} == {
         ("split", None, "s*1//2//256*256", "s-(s*1//2//256*256)")

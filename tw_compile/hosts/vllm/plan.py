@@ -229,7 +229,7 @@ def _wires_of_range(engine: Engine, config: Config, gate: Gate, low: int) -> Wir
     if config.wire == EXACT:
         return ALL_EXACT
     dtype = getattr(torch, engine.dtype)
-    ranks, hidden_size, rows = engine.tensor_parallel_size, engine.hidden_size, (low, None)
+    ranks, hidden_size, rows = engine.tensor_parallel_size, engine.hidden_size, (low, low)
     refused = message_refusal(config, gate, ranks, _transport(config, gate), hidden_size, dtype, rows)
     if isinstance(refused, WireRefused):
         return ALL_EXACT
