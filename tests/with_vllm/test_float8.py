@@ -14,6 +14,7 @@ from one_rank import one_rank  # noqa: F401
 from tw_compile import collect_reports
 from tw_compile.hosts.vllm import ways
 from tw_compile.hosts.vllm.flashinfer import Peers
+from tw_compile.hosts.vllm.reasons import WholeAttention
 
 pytestmark = pytest.mark.usefixtures("groups", "one_rank", "float8_kernels", "cold")
 
@@ -143,6 +144,8 @@ def test_without_peer_access_long_steps_are_compiled_both_ways_and_are_the_same(
     monkeypatch.setattr("tw_compile.hosts.vllm.steps.tried_ranges", ways.tried_ranges)
     monkeypatch.setattr("tw_compile.hosts.vllm.plugin.peers_of", lambda ranks: Peers(False, False, False))
     monkeypatch.setattr("tw_compile.hosts.vllm.plugin.links_for_kernels", lambda ranks: (False, False, True))
+    whole = WholeAttention.KV_TRANSFER, "no kernel attends from a half on a CPU"
+    monkeypatch.setattr("tw_compile.hosts.vllm.plan.Engine.whole_attention", lambda self, least_tokens=None: whole)
     config = engine_config(
         folder,
         hf_overrides=STATIC | {"max_position_embeddings": 1024},
@@ -159,5 +162,5 @@ def test_without_peer_access_long_steps_are_compiled_both_ways_and_are_the_same(
         torch.testing.assert_close(model(1000), in_one, rtol=0.1, atol=0.1)
     modes = [report.split for report in reports if report.tokens == (513, 1024) and report.split is not None]
     assert modes and {(split.mode, split.plan, *split.sizes) for split in modes} == {
-        ("split", None, "s*1//2//256*256", "s-(s*1//2//256*256)")
+        ("join", None, "s*1//2//256*256", "s-(s*1//2//256*256)")
     }
