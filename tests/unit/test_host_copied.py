@@ -353,20 +353,19 @@ def broken(monkeypatch: pytest.MonkeyPatch, machine: Callable[..., Machine], see
     return found
 
 
-def test_without_waiting_for_a_free_place_a_word_is_lost(
-    monkeypatch: pytest.MonkeyPatch, machine: Callable[..., Machine]
+@pytest.mark.parametrize(("awaited", "found"), [("full", "stuck"), ("free", "wrong")])
+def test_without_waiting_for_a_free_place_a_word_is_lost_and_without_waiting_for_rows_results_are_wrong(
+    monkeypatch: pytest.MonkeyPatch, machine: Callable[..., Machine], awaited: str, found: str
 ) -> None:
+    """``awaited``: what is still waited for."""
     wait = Lane.wait
-    monkeypatch.setattr(Lane, "wait", lambda self, words, value, owners: value and wait(self, words, value, owners))
-    assert "stuck" in broken(monkeypatch, machine, 20, "run_side_by_side")
 
+    def wait_for_one(self: Lane, words: Sequence[int], value: int, owners: Sequence[int]) -> None:
+        if bool(value) is (awaited == "full"):
+            wait(self, words, value, owners)
 
-def test_without_waiting_for_rows_results_are_wrong(
-    monkeypatch: pytest.MonkeyPatch, machine: Callable[..., Machine]
-) -> None:
-    wait = Lane.wait
-    monkeypatch.setattr(Lane, "wait", lambda self, words, value, owners: value or wait(self, words, value, owners))
-    assert "wrong" in broken(monkeypatch, machine, 20, "run_side_by_side")
+    monkeypatch.setattr(Lane, "wait", wait_for_one)
+    assert found in broken(monkeypatch, machine, 20, "run_side_by_side")
 
 
 @pytest.mark.parametrize("way", ["out", "in"])

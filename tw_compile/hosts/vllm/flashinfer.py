@@ -116,11 +116,8 @@ def explained(config: Config, capability: Capability | None, world_size: int, hi
 def _by_tables(engine: Engine, config: Config, choices: tuple[Gate, ...], of_vllm: int, obstacle: str | None) -> Share:
     if obstacle is not None:
         return Share(of_vllm, of_vllm, FlashInferShare.NOT_MEASURED, obstacle)
-    row_bytes, world_size, shares = (
-        row_bytes_of(engine),
-        engine.tensor_parallel_size,
-        settings_of(choices[0]).use_flashinfer,
-    )
+    row_bytes, world_size = row_bytes_of(engine), engine.tensor_parallel_size
+    shares = settings_of(choices[0]).use_flashinfer
     unfused = of_vllm if shares else _unfused_from(engine, choices, of_vllm)
     most = min(unfused // row_bytes, engine.max_tokens)
     first = _ours_from(engine, config, choices, most)

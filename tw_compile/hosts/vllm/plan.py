@@ -324,7 +324,7 @@ def planned_ranges(
     assert profile is not None
     measured = (
         timed and profile.estimated
-    )  # little of the device was measured, so the start measures what a split gains
+    )  # of an estimate little was measured, so the start measures what a split gains
     host_us = 0.0 if measured else SPLIT_HOST_US
     planner = split_planner(profile, layer, engine, config, choices, inside, host_us, split_for.link)
     parts = planner.cut(first, engine.max_tokens, (high for _, high in ranges))

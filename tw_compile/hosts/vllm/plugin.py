@@ -216,11 +216,8 @@ def _install(engine: Any, config: Config, asked: Asked) -> bool:
     After an exception everything is as it was, except that a pass of ours that the user has named is taken out.
     """
     compilation = engine.compilation_config
-    slot, ends, limits = (
-        compilation.inductor_compile_config,
-        compilation.compile_ranges_endpoints,
-        compilation.pass_config,
-    )
+    slot, limits = compilation.inductor_compile_config, compilation.pass_config
+    ends = compilation.compile_ranges_endpoints
     had, had_limits = dict(slot), {name: getattr(limits, name) for name in OPTIONS}
     try:
         is_on, lines = _put(engine, config, asked)

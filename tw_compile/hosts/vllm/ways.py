@@ -2,9 +2,10 @@
 
 The host launches a split step kernel by kernel, in about twice the time of a whole one. Where the GPU would be faster than
 that, only a measurement on the machine at hand says whether the split pays. The same holds where the device's profile is an
-estimate. Ranges are cut before anything is compiled. So such a range is compiled split and whole, and when vLLM has warmed up,
-all ranks run steps of a few sizes both ways, and time how long the host launches one. From the size on where the slowest rank
-gains, steps of the range are split. Until then, and after an error, they are whole.
+estimate, and for kernels of which no times are known (quantised matmuls, experts). Ranges are cut before anything is compiled.
+So such a range is compiled split and whole, and when vLLM has warmed up, all ranks run steps of a few sizes both ways, and time
+how long the host launches one. From the size on where the slowest rank gains, steps of the range are split. Until then, and
+after an error, they are whole.
 """
 
 from __future__ import annotations
