@@ -15,10 +15,7 @@ from tw_compile.kernels.registry import Registry
 
 ALGORITHMS: Registry[AlgorithmEntry] = Registry(
     "algorithm",
-    (
-        *(ONE_SHOT, TWO_SHOT, *FORCED, FED, STREAM, MULTIMEM, SERVES_ALL),
-        *(host.WORDS, host.ONE_SHOT, host.TWO_SHOT, host.COPIED),
-    ),
+    (ONE_SHOT, TWO_SHOT, *FORCED, FED, STREAM, MULTIMEM, SERVES_ALL, host.WORDS, host.ONE_SHOT, host.TWO_SHOT),
 )
 
 

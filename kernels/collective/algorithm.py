@@ -18,12 +18,10 @@ class Algorithm(ABC):
     """One way to run the fused operator over peer memory or host memory.
 
     All ranks must get the same answers from the methods. So answers may depend only on what all ranks share, such as shapes,
-    dtypes and the world size. ``name`` is the name in tables of ``configs/kernels``. ``in_turn``: whether long calls beside
-    other work follow each other if the transport says so (``SlotTransport.in_turn_from``).
+    dtypes and the world size. ``name`` is the name in tables of ``configs/kernels``.
     """
 
     name: str
-    in_turn = True
 
     @abstractmethod
     def obstacle(self, request: Request, state: GroupState) -> str | None:

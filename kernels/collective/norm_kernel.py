@@ -1,8 +1,4 @@
-"""Residual add + norm of a rank's rows, as one local Triton kernel. Nothing in it waits for another rank.
-
-The rows may be reduced already (the tail of the NCCL transport). Or the partial sums of all ranks lie in this GPU's memory, and
-the kernel adds them up, in rank order and in float32.
-"""
+"""Residual add + norm of rows that are already reduced, as one local Triton kernel (the tail of the NCCL transport)."""
 
 from __future__ import annotations
 
@@ -26,23 +22,8 @@ from tw_compile.kernels.collective.spec import NormSpec
 
 
 @triton.jit
-def _sum_row(own, arrived, peer_stride, row, columns, mask, RANK: tl.constexpr, WORLD_SIZE: tl.constexpr):
-    """The sum of all ranks' rows at element ``row``; float32. ``arrived`` holds the peers' rows, ``peer_stride`` apart."""
-    total = tl.zeros(columns.shape, tl.float32)
-    for source in tl.static_range(WORLD_SIZE):
-        if source == RANK:
-            total = add_row(total, own, row, columns, mask)
-        else:
-            place = source if source < RANK else source - 1
-            total = add_row(total, arrived + tl.cast(peer_stride, tl.int64) * place, row, columns, mask)
-    return total
-
-
-@triton.jit(do_not_specialize=["peer_stride"])
 def add_norm_kernel(
     reduced,
-    arrived,
-    peer_stride,
     residual,
     bias,
     weight,
@@ -61,13 +42,8 @@ def add_norm_kernel(
     NORMALISE: tl.constexpr,
     SCALE_COLUMNS: tl.constexpr,
     DIVIDES_BY_SCALE: tl.constexpr,
-    RANK: tl.constexpr,
-    WORLD_SIZE: tl.constexpr,
 ):
     """One row per program. ``reduced``, ``residual``, ``hidden``, ``h_out``: ``[rows, HIDDEN]``; None where absent.
-
-    ``arrived``: what other ranks add to ``reduced``, which is rank RANK's part then: ``[WORLD_SIZE - 1, rows, HIDDEN]`` with
-    ``peer_stride`` elements from rank to rank. None: ``reduced`` is the sum.
 
     ``hidden_scale``: float32 ``[1]``, or None. ``scales``: float32 ``[rows, HIDDEN / SCALE_COLUMNS]``, or None.
     ``NORMALISE``: the epilogue's row code, such as ``row.normalise_row``.
@@ -75,10 +51,7 @@ def add_norm_kernel(
     columns = tl.arange(0, BLOCK)
     mask = columns < HIDDEN
     row = tl.program_id(0).to(tl.int64) * HIDDEN
-    if arrived is None:
-        h = tl.load(reduced + row + columns, mask=mask, other=0.0).to(tl.float32)
-    else:
-        h = _sum_row(reduced, arrived, peer_stride, row, columns, mask, RANK, WORLD_SIZE)
+    h = tl.load(reduced + row + columns, mask=mask, other=0.0).to(tl.float32)
     h = add_row(h * scale, bias, 0, columns, mask)
     h = add_row(h, residual, row, columns, mask)
     if h_out is not None:
@@ -106,17 +79,12 @@ def _add_norm(
     hidden_scale: torch.Tensor | None,
     norm_bias: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
-    arrived: torch.Tensor | None = None,
-    rank: int = 0,
 ) -> None:
     """Compute what an epilogue's reference defines for contiguous ``reduced [rows, hidden_size]``. Writes ``hidden`` and ``h``.
 
     Both are contiguous ``[rows, hidden_size]``, or have more rows, of which only the first ``rows`` are written. If ``h`` is
     None, the sums are not kept. ``scales`` gets the scales that are computed from the rows; it may have more rows, too.
     ``row_code`` is the epilogue's row code, such as ``row.normalise_row``.
-
-    ``arrived [peers, rows, hidden_size]``: the partial sums of the other ranks, in rank order; each ``[rows, hidden_size]`` is
-    contiguous. Then ``reduced`` is the partial sum of ``rank``, and the kernel adds them up. None: ``reduced`` is the sum.
     """
     rows, hidden_size = reduced.shape
     if rows == 0:
@@ -124,8 +92,6 @@ def _add_norm(
     block, num_warps = launch_shape(hidden_size)
     add_norm_kernel[(rows,)](
         reduced,
-        arrived,
-        0 if arrived is None else arrived.stride(0),
         residual,
         bias,
         weight,
@@ -144,8 +110,6 @@ def _add_norm(
         NORMALISE=row_code,
         SCALE_COLUMNS=norm.scale_columns,
         DIVIDES_BY_SCALE=norm.divides_by_scale,
-        RANK=rank,
-        WORLD_SIZE=1 if arrived is None else len(arrived) + 1,
         num_warps=num_warps,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ FED = "fed"
 NOT_ARRIVED = -(2**31)
 """The value, as int32, of an inbox word to which nothing has been written; elements.cuh defines it too."""
 
-OUTBOX, WORDS, PIECES = "outbox", "words", "pieces"
+OUTBOX, WORDS = "outbox", "words"
 HOST_MAX_CTAS = 16
 """The most CTAs of a call of host_rows.cu. This number fills a bus. An outbox has rings for all of these CTAs."""
 
@@ -114,7 +114,7 @@ class SymmetricBuffer:
 
     ``table`` is ``int64 [world + 1]`` on the device: the address of each rank's part, then the multicast address or 0.
     ``state`` holds the words that a kernel keeps for this buffer (:func:`state_words`). Both live as long as the buffer,
-    because captured graphs go on using them. ``addresses`` are the ranks' addresses in ``table``.
+    because captured graphs go on using them.
     """
 
     tensor: torch.Tensor
@@ -122,7 +122,6 @@ class SymmetricBuffer:
     table: torch.Tensor
     capacity: int
     state: torch.Tensor | None = None
-    addresses: Sequence[int] = ()
 
     def view(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """The first bytes of this rank's part as a tensor."""
@@ -219,9 +218,7 @@ def grow(state: GroupState, index: int, lacking: dict[str, int]) -> Slot | None:
                 for name, parts in shared.items():
                     table = torch.tensor([*parts.addresses, parts.multicast], dtype=torch.int64, device=state.device)
                     words = torch.zeros(state_words(name), dtype=torch.int32, device=state.device)
-                    made[name] = SymmetricBuffer(
-                        tensors[name], parts.handle, table, sizes[name], words, parts.addresses
-                    )
+                    made[name] = SymmetricBuffer(tensors[name], parts.handle, table, sizes[name], words)
                 epochs = torch.zeros(MAX_CTAS, dtype=torch.int32, device=state.device)
                 status = torch.zeros((REPORT_ROWS, MAX_WORLD_SIZE), dtype=torch.int32, device=state.device)
                 # Peers may write here after the agreement below, which acts as a barrier. The fills above must be in memory

@@ -24,8 +24,8 @@ class EpilogueEntry:
     Attributes:
         reference: ``module:attribute`` of the eager definition, with the arguments and results of
             :func:`~tw_compile.kernels.collective.reference.add_rms_norm`.
-        local_kernel: ``module:attribute`` of a kernel for rows that are summed already, or whose parts are all in this GPU's
-            memory, with the arguments of ``norm_kernel.add_rms_norm_cuda``; None: the reference serves GPUs too.
+        local_kernel: ``module:attribute`` of a kernel for rows that are summed already, such as
+            ``norm_kernel.add_rms_norm_cuda``; None: the reference serves GPUs too.
         triton_row: ``module:attribute`` of a Triton function with the arguments of ``row.normalise_row``; None: no Triton
             kernel supports the epilogue.
         header: ``<name>_row.cuh``, which defines what ``rms_norm_row.cuh`` defines for ``row.cuh``; None: no CUDA kernel

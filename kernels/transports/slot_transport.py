@@ -95,10 +95,10 @@ class SlotTransport(Transport):
             if request.overlap_sms:
                 launch = partial(algorithm.launch, state=state, slot=slot, spin_limit=self.spin_limit)
                 ready = replace(request, outputs=algorithm.outputs(request, state, slot))
-                started = start_beside(ready, launch, self._in_turn(request, algorithm))
+                started = start_beside(ready, launch, self._in_turn(request))
             else:
                 started = algorithm.launch(request, state, slot, self.spin_limit)
-        self._remember(request, state, slot, started, self._in_turn(request, algorithm))
+        self._remember(request, state, slot, started)
         return started
 
     def limit_spins(self, polls: int) -> None:
@@ -125,7 +125,7 @@ class SlotTransport(Transport):
         """The transport for a group without this memory, and for calls in a CUDA-graph capture for which a slot has no room."""
         return get_transport("nccl" if state.obstacle is None else self.instead)
 
-    def _remember(self, request: Request, state: GroupState, slot: Slot, started: Started, in_turn: bool) -> None:
+    def _remember(self, request: Request, state: GroupState, slot: Slot, started: Started) -> None:
         """Note how the request was served, so that later calls of its form take the short way.
 
         Not in debug mode (``TW_COMPILE_SPIN_LIMIT``), which looks at the slot before each call.
@@ -143,11 +143,11 @@ class SlotTransport(Transport):
             request.slot,
             request.overlap_sms,
             x if in_slot else None,
-            in_turn,
+            self._in_turn(request),
         )
 
-    def _in_turn(self, request: Request, algorithm: Algorithm) -> bool:
-        if self.in_turn_from is None or request.wire != EXACT or not algorithm.in_turn:
+    def _in_turn(self, request: Request) -> bool:
+        if self.in_turn_from is None or request.wire != EXACT:
             return False
         return request.x.nbytes >= self.in_turn_from
 

@@ -187,5 +187,5 @@ def test_new_memory_is_nan_only_inside() -> None:
 def test_every_algorithm_of_the_registry_is_another_one() -> None:
     others = [name for name in ALGORITHMS if name not in IN_SLOT]  # those are others of them, asked otherwise
     made = [vars(ALGORITHMS[name]()) | {"class": type(ALGORITHMS[name]())} for name in others]
-    assert len(made) == 13
+    assert len(made) == 12
     assert all(one != other for index, one in enumerate(made) for other in made[:index])

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from tw_compile.benchmark import copy_engines
 from tw_compile.benchmark.copy_engines import CopyEngines, Signals
 from tw_compile.benchmark.spec import MessageSize
-from tw_compile.kernels.runtime import bindings
 
 
 class FakeDriver:
@@ -37,7 +37,7 @@ class FakeDriver:
 
 def test_every_word_is_written_by_one_peer_awaited_and_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = FakeDriver()
-    monkeypatch.setattr(bindings, "load", lambda module: driver)
+    monkeypatch.setattr(copy_engines.bindings, "load", lambda module: driver)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
     addresses = [1000, 2000, 3000]
     for kind in (0, 1):

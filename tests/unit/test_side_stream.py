@@ -328,9 +328,7 @@ def test_calls_with_rows_in_codes_never_go_in_turn(algorithm: Fake) -> None:
     assert isinstance(transport, p2p.P2PTransport)
     norm = NormSpec(1e-5, 0.0, None, torch.float32, torch.float32)
     exact = Request(torch.ones(T, H), None, None, None, norm, False, "none", "0", 0)
-    assert transport._in_turn(exact, algorithm) and not transport._in_turn(replace(exact, wire="int8"), algorithm)
-    algorithm.in_turn = False
-    assert not transport._in_turn(exact, algorithm), "an algorithm whose copies queue by themselves"
+    assert transport._in_turn(exact) and not transport._in_turn(replace(exact, wire="int8"))
 
 
 @pytest.mark.parametrize(("algorithm", "streams"), [(None, 2), (SMALL, 1), (SMALL + 1, 2)], indirect=["algorithm"])

@@ -9,6 +9,7 @@ So it has been cleared by then, also when a CUDA graph is replayed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -19,10 +20,12 @@ from tw_compile.harness.problems import EPS, Problem
 from tw_compile.harness.ranks import Ranks, symmetric_memory
 from tw_compile.kernels.collective.peer_access import copy_obstacle
 from tw_compile.kernels.collective.spec import rows_per_rank
-from tw_compile.kernels.runtime import stream_words
+from tw_compile.kernels.runtime import bindings
 
 _SENT, _PUBLISHED = 0, 1
 _WORD_BYTES = 4
+_EQUAL = 1
+"""CU_STREAM_WAIT_VALUE_EQ"""
 _MIN_BYTES = 2**20
 
 
@@ -84,12 +87,30 @@ class Signals:
         world = len(self._addresses)
         to_peers = [self._addresses[peer] + _WORD_BYTES * (kind * world + self._rank) for peer in self._peers]
         from_peers = [self._addresses[self._rank] + _WORD_BYTES * (kind * world + peer) for peer in self._peers]
+        write, wait = (getattr(self._kinds, f"CU_STREAM_MEM_OP_{name}_VALUE_32") for name in ("WRITE", "WAIT"))
         operations = [
-            *(stream_words.write(address, 1) for address in to_peers),
-            *(stream_words.wait(address, 1) for address in from_peers),
-            *(stream_words.write(address, 0) for address in from_peers),
+            *(self._operation("writeValue", write, address, 1, 0) for address in to_peers),
+            *(self._operation("waitValue", wait, address, 1, _EQUAL) for address in from_peers),
+            *(self._operation("writeValue", write, address, 0, 0) for address in from_peers),
         ]
-        stream_words.enqueue(operations, torch.cuda.current_stream().cuda_stream, "copy engines")
+        stream = torch.cuda.current_stream().cuda_stream
+        bindings.call(self._driver.cuStreamBatchMemOp, stream, len(operations), operations, 0, where="copy engines")
+
+    @property
+    def _driver(self) -> Any:
+        return bindings.load("driver")
+
+    @property
+    def _kinds(self) -> Any:
+        return self._driver.CUstreamBatchMemOpType
+
+    def _operation(self, name: str, kind: Any, address: int, value: int, flags: int) -> Any:
+        """One operation of a batch. A batch runs in order, and a write comes after everything that the stream did before."""
+        params = self._driver.CUstreamBatchMemOpParams()
+        params.operation = kind
+        part = getattr(params, name)
+        part.operation, part.address, part.value, part.flags = kind, address, value, flags
+        return params
 
 
 def _sum_add_rms_norm(

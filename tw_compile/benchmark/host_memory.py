@@ -155,16 +155,13 @@ def times_of(
 def rows(
     hidden_sizes: Sequence[int], token_counts: Sequence[int], device: torch.device, wires: Sequence[str] = (EXACT,)
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each kernel, number of SMs, wire and message; ``us`` is None where the results were wrong.
-
-    Calls that copy engines make have no number of SMs, and can't have both ranks in one process.
-    """
+    """Yield a row for each kernel, number of SMs, wire and message; ``us`` is None where the results were wrong."""
     for hidden in hidden_sizes:
         for tokens in token_counts:
             nbytes = tokens * hidden * _BF16.itemsize
             bound = copied_us(RANKS * nbytes, device)
             for entry, wire in product(ALGORITHMS, wires):
-                if entry.transport != "host" or entry.sms is None or (wire != EXACT and not entry.wires):
+                if entry.transport != "host" or (wire != EXACT and not entry.wires):
                     continue
                 for sms in SMS if entry.most_sms <= max(SMS) else (entry.most_sms,):
                     algorithm: Any = entry.make(sms)

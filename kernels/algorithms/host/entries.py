@@ -50,12 +50,3 @@ TWO_SHOT = AlgorithmEntry(
     benchmarked=(Benchmarked("tw-host-two-shot", sharded=True),),
     checked=(Checked("host_two_shot"),),
 )
-COPIED = AlgorithmEntry(
-    "host_copied",
-    "tw_compile.kernels.algorithms.host.host_copied:HostCopied",
-    transport="host",
-    beside=1,  # behind two-shot, which serves all: so only where it is asked for by name
-    scales=True,
-    benchmarked=(Benchmarked("tw-host-copied", sharded=True, on_request=True),),
-    checked=(Checked("host_copied"),),
-)

@@ -54,7 +54,6 @@ class Counting(Algorithm):
 
     def __init__(self, inner: Algorithm) -> None:
         self._inner = inner
-        self.in_turn = inner.in_turn
         self.launches = 0
         self.launches_in_slot = 0
 
