@@ -90,7 +90,7 @@ class Config:
             decides (1 MiB over NCCL, gloo and host memory, never over ``p2p``), but ``wire`` = ``auto`` is then exact.
         wire_accuracy: The file in which ``tw-compile tune --wire int8 --checkpoint NAME`` has kept what wires cost this
             checkpoint; None: nothing was measured. ``wire`` = ``auto`` takes a wire only where its cost is within the budget.
-        prefetch: How many bytes of the next matmul's weights a fused call of up to 128 tokens brings into the L2 cache while
+        prefetch: How many bytes of the next matmul's weights a fused call of up to 64 tokens brings into the L2 cache while
             its message is under way: a number, as ``8388608`` or ``"8388608"``, ``off``, or ``auto``: the number in the
             device's profile. Among the shipped profiles only H100's has one. Results are the same to the bit.
         disable_passes: Names of passes that are switched off: a list, or a text with commas.

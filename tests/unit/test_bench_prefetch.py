@@ -91,8 +91,8 @@ def test_each_call_has_weights_that_have_left_the_cache(
 def test_long_messages_are_not_timed_with_what_they_do_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tw_compile.benchmark.ours.node_facts", lambda *facts: SimpleNamespace(peer_access=True))
     off, on = (one for one in contenders(ASKED) if one.label.startswith("tw-push-one-shot-gemm-3072"))
-    assert on.obstacle(MessageSize(128, 4096, "bfloat16"), 2) is None
-    assert on.obstacle(MessageSize(129, 4096, "bfloat16"), 2) == "calls of more than 128 tokens prefetch nothing"
+    assert on.obstacle(MessageSize(64, 4096, "bfloat16"), 2) is None
+    assert on.obstacle(MessageSize(65, 4096, "bfloat16"), 2) == "calls of more than 64 tokens prefetch nothing"
     assert off.obstacle(MessageSize(257, 4096, "bfloat16"), 2) is None
 
 

@@ -173,7 +173,7 @@ def test_scaled_matmuls_and_ours_are_known() -> None:
 # --- how many tokens -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("tokens", "prefetching"), [(128, True), (129, False)])
+@pytest.mark.parametrize(("tokens", "prefetching"), [(64, True), (65, False)])
 def test_calls_of_many_tokens_are_left(tokens: int, prefetching: bool) -> None:
     result = done(Block(), tokens)
     assert [bool(asked(start)) for start in starts(result)] == [prefetching]

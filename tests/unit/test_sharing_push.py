@@ -81,7 +81,6 @@ def test_rows_are_shared_while_all_clusters_run_at_once(
     ("changed", "why"),
     [
         ({"overlap_sms": 16}, "other work has the other SMs"),
-        ({"prefetch": [torch.zeros(1)], "prefetch_bytes": 1}, "other SMs prefetch"),
         ({"wire": "int8"}, "codes are made for groups of columns"),
     ],
 )
@@ -89,6 +88,20 @@ def test_rows_are_not_shared(changed: dict[str, Any], why: str) -> None:
     algorithm = SharingPush(False)
     assert algorithm.shares(request(1), state()) == 4
     assert algorithm.shares(request(1, **changed), state()) == 1, why
+
+
+def test_rows_are_shared_beside_ctas_that_prefetch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clusters' kernels with PREFETCH are loaded, and the grid has whole clusters."""
+    asked = request(1, prefetch=[torch.zeros(2**20, dtype=torch.uint8)], prefetch_bytes=2**20)
+    programs: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        "tw_compile.kernels.algorithms.row_kernel.prepare",
+        lambda program, index: programs.append(dict(program.defines)),
+    )
+    algorithm = SharingPush(True)
+    assert algorithm.shares(asked, state()) == 4
+    algorithm.prepare(asked, state(), 0)
+    assert [(one["CLUSTER"], one["PREFETCH"]) for one in programs] == [(1, 1), (4, 1), (2, 1)]
 
 
 def test_short_and_long_rows_and_few_sms_are_not_shared() -> None:

@@ -30,7 +30,7 @@ class SharingPush(Push):
     def shares(self, request: Request, state: GroupState) -> int:
         """How many CTAs share each row of the request; 1: none.
 
-        They do not beside other work, which has the other SMs, nor where the other SMs prefetch weights.
+        They do not beside other work, which has the other SMs.
         """
         if not _may_share(request):
             return 1
@@ -75,4 +75,4 @@ class SharingPush(Push):
 
 def _may_share(request: Request) -> bool:
     """Whether CTAs would share rows if the request had few."""
-    return not request.overlap_sms and not request.prefetch and request.x.shape[1] >= LEAST_HIDDEN
+    return not request.overlap_sms and request.x.shape[1] >= LEAST_HIDDEN
