@@ -257,7 +257,7 @@ GAINS = {
         Gain(
             "2 H100, Llama-3.1-8B",
             FUSED,
-            ("2026-11-25-2xh100-vllm-llama-3.1-8b-32-layers-8192-tp2.csv",),
+            ("2026-11-27-2xh100-vllm-flashinfer-llama-3.1-8b-16-layers-8192-tp2.csv",),
             _PREFILL,
         ),
         Gain(
@@ -270,6 +270,12 @@ GAINS = {
             "2 H100, 8B, peer access off",
             COMPUTE,
             ("2026-11-26-2xh100-vllm-host-step-graphs-llama-3.1-8b-16-layers-tp2.csv",),
+            _PREFILL,
+        ),
+        Gain(
+            "the same in FP8",
+            COMPUTE,
+            ("2026-11-27-2xh100-vllm-host-llama-3.1-8b-fp8-token-16-layers-tp2.csv",),
             _PREFILL,
         ),
     ),
