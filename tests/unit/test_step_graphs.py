@@ -99,7 +99,7 @@ def test_a_rank_without_room_for_the_second_way_keeps_no_graph_of_the_first() ->
         if ways == 2 and engine.graphs.limits is not None:
             engine.graphs.prepared, engine.graphs.obstacle = None, "OutOfMemoryError: no room"
 
-    engine.graphs.ways = lambda tokens: [nullcontext(), nullcontext()]
+    engine.graphs.ways = lambda tokens: [("split", nullcontext()), ("whole", nullcontext())]
     said = step_graphs._capture(engine.graphs, LIMITS, run, engine.timed, lambda value: value)
     assert said == ["768 tokens can't be captured, OutOfMemoryError: no room"]
     assert not engine.graphs.graphs and engine.graphs.limits is None
@@ -154,11 +154,12 @@ def test_the_faster_of_two_ways_is_kept() -> None:
             captured.setdefault(tokens, []).append(way[0])
             engine.graphs.graphs[tokens].first_results = (way[0],)
 
-    engine.graphs.ways = lambda tokens: [inside("split"), inside("whole")]
-    step_graphs._capture(engine.graphs, LIMITS, run, timed, lambda value: value)
+    engine.graphs.ways = lambda tokens: [(name, inside(name)) for name in ("split", "whole")]
+    said = step_graphs._capture(engine.graphs, LIMITS, run, timed, lambda value: value)
     kept = {size: graph.first_results[0] for size, graph in engine.graphs.graphs.items()}
     assert kept == {768: "whole", 1024: "split", 1536: "split", 2048: "split", 3072: "split", 4096: "split"}
     assert list(captured.values()) == [["split", "whole"]] * 6 and way == [""]
+    assert said[:2] == ["514 to 768 tokens whole, 7.7 ms and not 40.0", "769 to 1024 tokens split, 10.0 ms and not 40.0"]
 
 
 def test_a_model_of_short_steps_has_one_size(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,7 +109,7 @@ def test_the_slowest_ranks_times_decide(
     assert tried.split_from == 2200
     (said,) = caplog.messages
     assert said.startswith(
-        "tw_compile: steps of 1000 to 3000 tokens are split from 2200 tokens on: split and whole they take "
+        "tw_compile: launched by the host, steps of 1000 to 3000 tokens are split from 2200 tokens on: split and whole "
     )
     assert "17.0 and 20.0 ms for 2000" in said and "the host launches a split one in 17.0 ms" in said
 

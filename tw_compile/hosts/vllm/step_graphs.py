@@ -210,7 +210,8 @@ class StepGraphs:
     Attributes:
         low, high: The fewest and the most tokens of a long step.
         rows: As for :class:`StepGraph`.
-        ways: For a number of tokens: what such a step has to run inside of, for each way in which it was compiled.
+        ways: For a number of tokens: each way in which such a step was compiled, by its name, and what it has to run inside of.
+            The name is empty if there is only one.
         limits: While they are set, the step that runs gets memory for a graph.
         tables: Block tables that all graphs share, see ``_memory``.
         prepared: The graph that has got memory. The next step of its size is captured.
@@ -220,7 +221,7 @@ class StepGraphs:
     low: int
     high: int
     rows: tuple[tuple[int, int], ...]
-    ways: Callable[[int], Sequence[AbstractContextManager[None]]] = lambda tokens: (nullcontext(),)
+    ways: Callable[[int], Sequence[tuple[str, AbstractContextManager[None]]]] = lambda tokens: (("", nullcontext()),)
     graphs: dict[int, StepGraph] = field(default_factory=dict)
     limits: Limits | None = None
     tables: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -325,22 +326,23 @@ def _capture(
     for size in sizes_of(graphs.low, graphs.high):
         uncaptured = size, timed(size)
         of_ways = []
-        for way in graphs.ways(size):
-            with way:
+        for way, inside in graphs.ways(size):
+            with inside:
                 _capture_step(graphs, limits, run, size, slowest)
             if slowest(float(size not in graphs.graphs)):
                 graphs.graphs.pop(size, None)
                 return [*said, f"{size} tokens can't be captured, {graphs.obstacle or 'by another rank'}"]
             graphs.graphs[size].least = size
-            of_ways.append((timed(size), graphs.graphs.pop(size)))
-        replayed, graph = min(of_ways, key=itemgetter(0))  # all ranks have the slowest one's times
+            of_ways.append((timed(size), way, graphs.graphs.pop(size)))
+        replayed, way, graph = min(of_ways, key=itemgetter(0))  # all ranks have the slowest one's times
         graphs.graphs[size] = graph
         graph.least = least_tokens(before, uncaptured, replayed)
         if graph.least > size:
             del graphs.graphs[size]
             said.append(f"nothing gained by {size} tokens, {replayed:.1f} and {uncaptured[1]:.1f} ms")
         else:
-            said.append(f"{graph.least} to {size} tokens, {replayed:.1f} ms and not {uncaptured[1]:.1f}")
+            steps = f"{graph.least} to {size} tokens" + (f" {way}" if way else "")
+            said.append(f"{steps}, {replayed:.1f} ms and not {uncaptured[1]:.1f}")
         before = uncaptured
     return said
 

@@ -53,11 +53,11 @@ def dispatch(steps: Steps, parts: Parts, otherwise: Callable[..., Any], whole: P
     both = {ends: (Tried(*ends), compiled(of_range)) for ends, of_range in whole.items()}
     tried_ranges.extend(tried for tried, _ in both.values())
 
-    def ways(tokens: int) -> list[AbstractContextManager[None]]:
+    def ways(tokens: int) -> list[tuple[str, AbstractContextManager[None]]]:
         for tried, _ in both.values():
             if tried.low <= tokens <= tried.high:
-                return [tried.forced(split) for split in (True, False)]
-        return [nullcontext()]
+                return [("split", tried.forced(True)), ("whole", tried.forced(False))]
+        return [("", nullcontext())]
 
     graphs = StepGraphs(runs[0][0], runs[-1][1], steps.rows, ways)
     of_models.append(graphs)

@@ -236,8 +236,8 @@ def line(tried: Tried, times: Times, seconds: float) -> str:
         for tokens, split, whole in zip(tried.sizes(), times.split_ms, times.whole_ms, strict=True)
     )
     host = f"the host launches a split one in {times.launch_ms:.1f} ms"
-    chosen = f"from {tried.split_from} tokens on" if tried.split_from <= tried.high else "nowhere"
-    steps = f"steps of {tried.low} to {tried.high} tokens are split {chosen}"
+    chosen = f"are split from {tried.split_from} tokens on" if tried.split_from <= tried.high else "stay whole"
+    steps = f"launched by the host, steps of {tried.low} to {tried.high} tokens {chosen}"
     return f"{steps}: split and whole they take {both}; {host}; measured in {seconds:.1f} s"
 
 
