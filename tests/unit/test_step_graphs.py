@@ -159,7 +159,10 @@ def test_the_faster_of_two_ways_is_kept() -> None:
     kept = {size: graph.first_results[0] for size, graph in engine.graphs.graphs.items()}
     assert kept == {768: "whole", 1024: "split", 1536: "split", 2048: "split", 3072: "split", 4096: "split"}
     assert list(captured.values()) == [["split", "whole"]] * 6 and way == [""]
-    assert said[:2] == ["514 to 768 tokens whole, 7.7 ms and not 40.0", "769 to 1024 tokens split, 10.0 ms and not 40.0"]
+    assert said[:2] == [
+        "514 to 768 tokens whole, 7.7 ms and not 40.0",
+        "769 to 1024 tokens split, 10.0 ms and not 40.0",
+    ]
 
 
 def test_a_model_of_short_steps_has_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
