@@ -23,6 +23,7 @@ from tw_compile.kernels.collective.fields import (
     Arguments,
     values_of,
 )
+from tw_compile.kernels.collective.prefetch import MOST_TOKENS
 from tw_compile.kernels.collective.spec import NormSpec, Operands, Request, operands_of, request_of
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -175,14 +176,20 @@ def test_what_is_prefetched_makes_a_form_and_whether_it_is_a_variant() -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "changed"),
-    [(129, {}), (5, {"overlap_sms": 8}), (5, {"prefetch_bytes": 0}), (5, {"prefetch": []}), (5, {"prefetch": None})],
+    [
+        (MOST_TOKENS + 1, {}),
+        (5, {"overlap_sms": 8}),
+        (5, {"prefetch_bytes": 0}),
+        (5, {"prefetch": []}),
+        (5, {"prefetch": None}),
+    ],
 )
 def test_long_calls_those_beside_other_work_and_those_without_a_budget_prefetch_nothing(
     tokens: int, changed: dict[str, Any]
 ) -> None:
     asked = arguments(overlap_sms=0, prefetch=[torch.randn(32, 16)], prefetch_bytes=100)
     residual = torch.randn(tokens, 16)
-    served = request_of(torch.randn(128, 16), asked._replace(residual=residual), None)
+    served = request_of(torch.randn(MOST_TOKENS, 16), asked._replace(residual=residual), None)
     assert served.prefetch and served.prefetch_bytes == 100
     left = request_of(torch.randn(tokens, 16), asked._replace(residual=residual, **changed), None)
     assert left.prefetch is None and left.prefetch_bytes == 0

@@ -185,7 +185,7 @@ def test_a_graph_for_any_number_of_tokens_leaves_it_to_the_call() -> None:
     (start,) = starts(result)
     assert asked(start) and not isinstance(start.meta["val"][0].shape[0], int)
     graph = result.after.graph
-    for tokens, expected in (((1, None), "prefetching"), ((129, 512), "many_tokens")):
+    for tokens, expected in (((1, None), "prefetching"), ((65, 512), "many_tokens")):
         start.kwargs = {}
         assert prefetch_weights(graph, BUDGET, tokens) == {expected: 1}
 

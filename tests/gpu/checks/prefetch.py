@@ -10,10 +10,11 @@ from gpu.checks.stress import capture
 from gpu.checks.transports import subject
 from tw_compile.harness.problems import Context, Form, Results, expect_right, make_problem
 from tw_compile.kernels.algorithms import ALGORITHMS as REGISTRY
+from tw_compile.kernels.collective.prefetch import MOST_TOKENS
 from tw_compile.kernels.collective.spec import Request
 
 KERNELS = [checked.name for entry in REGISTRY if entry.prefetches for checked in entry.checked]
-TOKENS = (1, 2, 5, 63, 128, 129)
+TOKENS = (1, 2, 5, 63, MOST_TOKENS, MOST_TOKENS + 1)
 BUDGETS = (16, 5000, 8 * 2**20, 64 * 2**20)
 """Less than a piece, no multiple of one, what a profile may say, and more than L2 and the weights have."""
 REPLAYS = 40
