@@ -86,6 +86,12 @@ class BarrierKernel(Algorithm):
             for staged in (False, True):
                 self._kernel(request, state, spin_limit, staged)
 
+    def programs(self, request: Request, state: GroupState, spin_limit: int) -> list[Program]:
+        """See :class:`Algorithm`."""
+        if self.obstacle(request, state) is not None:
+            return []
+        return [self.program(request, state, spin_limit, staged) for staged in (False, True)]
+
     def launch(self, request: Request, state: GroupState, slot: Slot, spin_limit: int) -> Started:
         """See :class:`Algorithm`."""
         request = aligned(request)

@@ -126,12 +126,23 @@ class RowKernel(Algorithm):
 
     def prepare(self, request: Request, state: GroupState, spin_limit: int) -> None:
         """See :class:`Algorithm`."""
+        served = self._of_any_size(request)
+        if served is not None:
+            self._kernel(served, state, spin_limit)
+
+    def programs(self, request: Request, state: GroupState, spin_limit: int) -> list[Program]:
+        """See :class:`Algorithm`."""
+        served = self._of_any_size(request)
+        return [] if served is None else [self.program(served, state, spin_limit)]
+
+    def _of_any_size(self, request: Request) -> Request | None:
+        """The request that the kernel serves for messages like it; None if it serves no such message."""
         if self._row_obstacle(request) is not None:
-            return
-        if self._one_shot:
-            residual_out = "replicated" if request.residual_out == "sharded" else request.residual_out
-            request = replace(request, residual_sharded=False, residual_out=residual_out)
-        self._kernel(request, state, spin_limit)
+            return None
+        if not self._one_shot:
+            return request
+        residual_out = "replicated" if request.residual_out == "sharded" else request.residual_out
+        return replace(request, residual_sharded=False, residual_out=residual_out)
 
     def outputs(self, request: Request, state: GroupState, slot: Slot) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`Algorithm`. A one-shot rank writes all rows of the residual, even if the call returns only a slice."""

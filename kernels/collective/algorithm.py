@@ -12,6 +12,7 @@ from tw_compile.kernels.collective.transport import Started
 
 if TYPE_CHECKING:
     from tw_compile.kernels.collective.slot import GroupState, Slot
+    from tw_compile.kernels.runtime.program import Program
 
 
 class Algorithm(ABC):
@@ -45,6 +46,13 @@ class Algorithm(ABC):
         This launches nothing and needs no slot. It does nothing if the algorithm can serve no such message. The caller has made
         the device current, and does not call this while a CUDA graph is captured.
         """
+
+    def programs(self, request: Request, state: GroupState, spin_limit: int) -> list[Program]:
+        """The CUDA C++ programs that :meth:`prepare` loads, so that those of several algorithms are compiled at the same time.
+
+        They may be fewer: :meth:`prepare` compiles what is not here, one after the other.
+        """
+        return []
 
     def outputs(self, request: Request, state: GroupState, slot: Slot) -> tuple[torch.Tensor, torch.Tensor]:
         """Where a launch leaves its results: ``(hidden, residual_out)``."""

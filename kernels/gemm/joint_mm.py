@@ -23,7 +23,7 @@ import torch
 from tw_compile import compat
 from tw_compile.kernels.gemm.fed import FedParams, FedRows, pieces_bytes
 from tw_compile.kernels.runtime.launch import Kernel, prepare
-from tw_compile.kernels.runtime.program import FULL_SHARED_BYTES, Program, arch_of
+from tw_compile.kernels.runtime.program import FULL_SHARED_BYTES, Program, arch_of, compile_all
 from tw_compile.kernels.runtime.wgmma import BOX_COLUMNS, CAPABILITY, TensorMap, has_instructions, tensor_map
 from tw_compile.planning.joint_tiles import MOST_JOINT, WIDTHS, tiling
 
@@ -199,13 +199,18 @@ def _kernels(device: torch.device, form: Form) -> dict[int, Kernel]:
     All widths are loaded at once. The best width depends on the number of rows, and a new number of rows may come first while a
     CUDA graph is captured, when nothing can be loaded.
     """
-    return {width: prepare(joint_mm_program(width, form), device.index) for width in WIDTHS}
+    return _prepared({width: joint_mm_program(width, form) for width in WIDTHS}, device)
 
 
 @cache
 def fed_kernels(device: torch.device, form: Form, spin_limit: int) -> dict[int, Kernel]:
     """As :func:`_kernels`, for rows that arrive meanwhile."""
-    return {width: prepare(fed_mm_program(width, form, spin_limit), device.index) for width in WIDTHS}
+    return _prepared({width: fed_mm_program(width, form, spin_limit) for width in WIDTHS}, device)
+
+
+def _prepared(programs: dict[int, Program], device: torch.device) -> dict[int, Kernel]:
+    compile_all(programs.values())
+    return {width: prepare(program, device.index) for width, program in programs.items()}
 
 
 @cache

@@ -17,6 +17,8 @@ import hashlib
 import logging
 import os
 import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -36,6 +38,8 @@ FULL_SHARED_BYTES = 227 * 1024
 FULL_SHARED_MAJORS = (9, 10)
 
 cubins_in_memory: dict[str, bytes] = {}
+_MOST_THREADS = 8
+"""Ranks of a node compile at the same time, and each has so many threads."""
 
 
 def arch_of(capability: tuple[int, int]) -> str:
@@ -107,6 +111,23 @@ class Program:
         values = [(name, int(value) if isinstance(value, bool) else value) for name, value in self.defines]
         defines = (f"-D{name}={value}" for name, value in values)
         return _Unit(str(self.source), text, headers, (f"--gpu-architecture={self.arch}", *_OPTIONS, *defines))
+
+
+def compile_all(programs: Iterable[Program]) -> None:
+    """Compile the programs at the same time, so that :meth:`Program.cubin` has their machine code. Loads nothing.
+
+    A first start on a machine has dozens of variants to compile, each in a fraction of a second. NVRTC runs without Python's
+    lock.
+
+    Raises:
+        RuntimeError: A program does not compile; with NVRTC's log.
+    """
+    distinct = list(dict.fromkeys(programs))
+    if len(distinct) < 2:
+        return  # who needs it compiles it
+    with ThreadPoolExecutor(min(len(distinct), len(os.sched_getaffinity(0)), _MOST_THREADS)) as pool:
+        for _ in pool.map(Program.cubin, distinct):
+            pass
 
 
 def layout_checks(params: type[ctypes.Structure]) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -33,6 +33,7 @@ from tw_compile.kernels.collective.transport import Started, Transport, get_tran
 from tw_compile.kernels.collective.transports import P2P_MAX_HIDDEN, P2P_ROW_ALIGNMENT_BYTES, P2P_WORLD_SIZES
 from tw_compile.kernels.collective.wires import EXACT
 from tw_compile.kernels.runtime.barrier import raise_if_peer_missing
+from tw_compile.kernels.runtime.program import compile_all
 from tw_compile.kernels.transports.selection import Insist, Selector, Step, default_steps, steps_for
 
 logger = logging.getLogger("tw_compile")
@@ -109,8 +110,7 @@ class SlotTransport(Transport):
         """Compile and load the kernel that will serve the request, and launch nothing. Collective at a group's first use."""
         request, state, algorithm = self.choose(request)
         if state.obstacle is None:
-            with torch.cuda.device(state.device):
-                algorithm.prepare(request, state, self.spin_limit)
+            self._load((algorithm,), request, state)
 
     def known(self, group_name: str, device: torch.device, form: Hashable) -> Known | None:
         """See :class:`Transport`."""
@@ -204,10 +204,15 @@ class SlotTransport(Transport):
         if not alternatives:
             return
         if state.obstacle is None:
-            with torch.cuda.device(state.device):
-                for algorithm in alternatives:
-                    algorithm.prepare(request, state, self.spin_limit)
+            self._load(alternatives, request, state)
         state.prepared.add(variant)
+
+    def _load(self, algorithms: Sequence[Algorithm], request: Request, state: GroupState) -> None:
+        """Compile and load the kernels of the algorithms for messages like the request."""
+        with torch.cuda.device(state.device):
+            compile_all(program for one in algorithms for program in one.programs(request, state, self.spin_limit))
+            for algorithm in algorithms:
+                algorithm.prepare(request, state, self.spin_limit)
 
     def check(self) -> None:
         """RuntimeError when a barrier of any slot gave up (TW_COMPILE_SPIN_LIMIT). Waits for the device; not in capture."""

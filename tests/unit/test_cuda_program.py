@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -303,4 +304,37 @@ def test_two_processes_may_compile_at_once(scale: Program, compilations: list[An
     digests = {child.communicate(timeout=60)[0].strip() for child in children}
     assert [path.suffix for path in cached_files(tmp_path)] == [".cubin"]
     assert digests == {hashlib.sha256(scale.cubin()).hexdigest()}
+    assert compilations == []
+
+
+# --- several at once --------------------------------------------------------------------------------------------------
+
+
+def test_distinct_programs_are_compiled_once_each_and_at_the_same_time(
+    scale: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each waits until the others have begun, so one after the other would never end."""
+    variants = [replace(scale, defines=(("FACTOR", factor),)) for factor in (1, 2)]
+    all_here = threading.Barrier(len(variants), timeout=60)
+    real, compiled = nvrtc.nvrtcCompileProgram, []
+
+    def meeting(*arguments: Any) -> Any:
+        all_here.wait()
+        compiled.append(arguments)
+        return real(*arguments)
+
+    monkeypatch.setattr(nvrtc, "nvrtcCompileProgram", meeting)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    program.compile_all([*variants, *variants])
+    assert len(compiled) == len(variants)
+    assert len({one.cubin() for one in variants}) == len(compiled), "they are in memory, and differ"
+
+
+def test_an_error_in_one_of_several_is_raised(scale: Program) -> None:
+    with pytest.raises(RuntimeError, match=r"NVRTC, .*scale\.cu: NVRTC_ERROR_COMPILATION"):
+        program.compile_all([scale, replace(scale, defines=())])
+
+
+def test_one_program_is_left_to_who_needs_it(scale: Program, compilations: list[Any]) -> None:
+    program.compile_all([scale, scale])
     assert compilations == []

@@ -21,6 +21,7 @@ from tw_compile.kernels.collective.prefetch import Prefetched
 from tw_compile.kernels.collective.slot import WORDS, GroupState, Slot
 from tw_compile.kernels.collective.spec import Request
 from tw_compile.kernels.collective.transport import Started
+from tw_compile.kernels.runtime.program import Program
 
 _PARTS = 2
 _LINE_BYTES = 16
@@ -154,6 +155,13 @@ class HostWords(_Words):
         """See :class:`Algorithm`."""
         super().prepare(request, state, spin_limit)
         self._short.prepare(request, state, spin_limit)
+
+    def programs(self, request: Request, state: GroupState, spin_limit: int) -> list[Program]:
+        """See :class:`Algorithm`."""
+        return [
+            *super().programs(request, state, spin_limit),
+            *self._short.programs(request, state, spin_limit),
+        ]
 
     def launch(self, request: Request, state: GroupState, slot: Slot, spin_limit: int) -> Started:
         """See :class:`Algorithm`."""

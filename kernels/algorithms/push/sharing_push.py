@@ -7,6 +7,7 @@ from tw_compile.kernels.algorithms.push.push import Push, ctas_per_sm, threads_f
 from tw_compile.kernels.collective.slot import GroupState, Slot
 from tw_compile.kernels.collective.spec import Request
 from tw_compile.kernels.collective.transport import Started
+from tw_compile.kernels.runtime.program import Program
 
 LEAST_HIDDEN = 1024
 """The shortest row of which each warp of such CTAs has a part."""
@@ -64,6 +65,12 @@ class SharingPush(Push):
         if _may_share(request):
             for sharing in self._sharing.values():
                 sharing.prepare(request, state, spin_limit)
+
+    def programs(self, request: Request, state: GroupState, spin_limit: int) -> list[Program]:
+        """See :class:`Algorithm`."""
+        shared = self._sharing.values() if _may_share(request) else ()
+        of_clusters = (program for sharing in shared for program in sharing.programs(request, state, spin_limit))
+        return [*super().programs(request, state, spin_limit), *of_clusters]
 
     def launch(self, request: Request, state: GroupState, slot: Slot, spin_limit: int) -> Started:
         """See :class:`Algorithm`."""
