@@ -33,8 +33,9 @@ class Site:
     the operator's own ``mm``, or another operator, whose result it is given. Where thresholds were asked, ``backend`` is what
     the unfused all_reduce would use, ``entry`` the range of the table that decided, and ``source`` where that range comes from.
     ``quantisation`` says what happened to a quantisation of the norm's result: it is ``float8_e4m3fn`` where the quantisation
-    is part of the form, with ``_per_token`` or ``_per_group128`` appended if scales are made of the result; the name of a
-    :class:`tw_compile.passes.reasons.QuantRefusal` where the quantisation stays behind the norm; empty where there is none.
+    is part of the form, with ``_per_token``, ``_per_group64`` or ``_per_group128`` appended if scales are made of the result;
+    the name of a :class:`tw_compile.passes.reasons.QuantRefusal` where the quantisation stays behind the norm; empty where
+    there is none.
     ``wire`` is how the rows of the fused operator travel. Where another wire was asked for, ``wire_refusal`` is the name of a
     :class:`tw_compile.passes.reasons.WireRefusal`. ``feeds`` is what makes the sum: ``attention``, ``mlp``, ``attention+mlp``
     where both do, or empty where nobody has asked or neither makes it. ``consumer`` is what reads the norm's result: GEMMs that

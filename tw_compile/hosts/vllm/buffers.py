@@ -4,9 +4,9 @@
     output[:] = all_reduce(partial)            in the piece behind it
     fused_add_rms_norm(output, residual, ...)
 
-Layers of Qwen3-Next and Kimi-Linear are written like that. A piece does not know who else reads its inputs. So its graph
-copies the sum to the buffer, and a sum that is read twice can't be fused with its norm. The graph of the whole model shows
-all readers.
+Layers of Qwen3-Next, Qwen3.5 and Kimi-Linear are written like that. A piece does not know who else reads its inputs. So its
+graph copies the sum to the buffer, and a sum that is read twice can't be fused with its norm. The graph of the whole model
+shows all readers.
 """
 
 from __future__ import annotations
