@@ -290,6 +290,7 @@ def run_check_of_other_steps(rank: int, prepared: tuple[str, ...]) -> Context:
     with ExitStack() as stack:
         for kind in (SharingPush, Stream, TwoShot):
             stack.enter_context(mock.patch.object(kind, "prepare", prepare))
+            stack.enter_context(mock.patch.object(kind, "programs", lambda *_: []))
             stack.enter_context(mock.patch.object(kind, "launch", start))
         stack.enter_context(mock.patch.object(P2PTransport, "group_state", lambda *_: state))
         stack.enter_context(mock.patch.object(P2PTransport, "slot_for", lambda *_: slot))
