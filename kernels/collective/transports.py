@@ -33,12 +33,12 @@ NO_PEER_ACCESS = "no peer access between the GPUs"
 NO_PEER_ATOMICS = "the link between the GPUs has no native atomics"
 
 P2P_HALVES_BYTES = 12 << 20
-"""From this message size on, over peer memory, exact rows in halves are taken to be faster than codes in whole layers.
+"""From this message size on, over peer memory, exact rows in halves are taken to be as fast as codes in whole layers, or faster.
 
-At 8 MiB halves of H100 were slower than whole layers. At 16 MiB Llama-3.1-8B at TP2 and Llama-3.3-70B at TP4 were faster in
-exact halves than whole layers would be if codes saved of them what they save of calls alone: 1.02x and 1.04x, and 1.03x and
-1.08x at 64 MiB. Llama-3.3-70B at TP2 is within 2%, either way. No run has both. In between the planner says where they meet:
-at 12 to 14 MiB.
+At 8 MiB halves of H100 were slower than whole layers. In one run of Llama-3.1-8B at TP2 both were equal at 16 MiB, and exact
+halves 1.06x as fast at 32 MiB. Llama-3.3-70B at TP4 is faster in exact halves than whole layers would be if codes saved of them
+what they save of calls alone: 1.04x at 16 MiB and 1.08x at 64 MiB. The planner says that they meet at 12 to 14 MiB. Where they
+are equal, exact rows have no error.
 """
 
 LimitedBy = Literal["nothing", "hidden_size", "group", "device"]

@@ -49,10 +49,7 @@ TWO_SHOT = AlgorithmEntry(
 
 
 def _forced(name: str, one_shot: bool, cluster: int) -> AlgorithmEntry:
-    """One way of :class:`SharingPush` for all messages: what it chooses by their rows can be timed and checked against it.
-
-    These prefetch in clusters, too, which the default leaves alone until both together have been timed.
-    """
+    """One way of :class:`SharingPush` for all messages: what it chooses by their rows can be timed and checked against it."""
     return AlgorithmEntry(
         name,
         _PUSH,
