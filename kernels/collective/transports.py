@@ -33,7 +33,7 @@ NO_PEER_ACCESS = "no peer access between the GPUs"
 NO_PEER_ATOMICS = "the link between the GPUs has no native atomics"
 
 P2P_HALVES_BYTES = 12 << 20
-"""From this message size on, over peer memory, exact rows in halves are taken to be as fast as codes in whole layers, or faster.
+"""From this message size on, over peer memory, exact rows in halves are at least as fast as codes in whole layers.
 
 At 8 MiB halves of H100 were slower than whole layers. In one run of Llama-3.1-8B at TP2 both were equal at 16 MiB, and exact
 halves 1.06x as fast at 32 MiB. Llama-3.3-70B at TP4 is faster in exact halves than whole layers would be if codes saved of them
