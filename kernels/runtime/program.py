@@ -39,7 +39,7 @@ FULL_SHARED_MAJORS = (9, 10)
 
 cubins_in_memory: dict[str, bytes] = {}
 _MOST_THREADS = 8
-"""Ranks of a node compile at the same time, and each has so many threads."""
+"""At most so many on each rank, as all ranks of a node compile at the same time."""
 
 
 def arch_of(capability: tuple[int, int]) -> str:
