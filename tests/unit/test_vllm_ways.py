@@ -56,6 +56,7 @@ class Worker:
         self.tried, self.now, self.done, self.launch_s = tried, 0.0, 0.0, 0.016
         self.log: list[tuple[int, bool]] = []
         self.model_runner = SimpleNamespace(_dummy_run=self._dummy_run)
+        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=2048))
         monkeypatch.setattr(ways.time, "perf_counter", lambda: self.now)
         monkeypatch.setattr(ways, "_synchronise", self._synchronise)
 
@@ -63,9 +64,15 @@ class Worker:
         self.now = max(self.now, self.done)
 
     def _dummy_run(
-        self, tokens: int, cudagraph_runtime_mode: Any = None, force_attention: bool = False, skip_eplb: bool = False
+        self,
+        tokens: int,
+        cudagraph_runtime_mode: Any = None,
+        force_attention: bool = False,
+        skip_eplb: bool = False,
+        profile_seq_lens: int | None = None,
     ) -> None:
         assert (cudagraph_runtime_mode, force_attention, skip_eplb) == ("none", True, True)
+        assert profile_seq_lens == min(tokens, 2048), "pages behind a block table's row would be read"
         split = tokens >= self.tried.split_from
         self.log.append((tokens, split))
         begun = max(self.now, self.done)
@@ -127,7 +134,7 @@ def test_the_second_runner_has_other_options(tried: Tried, monkeypatch: pytest.M
 
     def second(tokens: int, *args: Any, skip_attn: bool = False, skip_eplb: bool = False, **named: Any) -> None:
         options.append((args, skip_attn, skip_eplb, named))
-        worker._dummy_run(tokens, "none", True, True)
+        worker._dummy_run(tokens, "none", True, True, min(tokens, 2048))
 
     worker.model_runner = SimpleNamespace(_dummy_run=second)
     ways.choose_ways(worker)
@@ -138,7 +145,8 @@ def test_the_second_runner_has_other_options(tried: Tried, monkeypatch: pytest.M
 def test_a_runner_without_the_options_leaves_steps_whole_with_one_line(
     tried: Tried, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    worker = SimpleNamespace(model_runner=SimpleNamespace(_dummy_run=lambda tokens: None))
+    config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=2048))
+    worker = SimpleNamespace(model_runner=SimpleNamespace(_dummy_run=lambda tokens: None), vllm_config=config)
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     ways.choose_ways(worker)
     assert tried.split_from == 3001

@@ -12,15 +12,23 @@ import pytest
 from tw_compile.hosts.vllm import ways
 
 
-def test_the_first_runner_knows_the_options() -> None:
+def worker_of(runner: Any, longest: int = 4096) -> Any:
+    config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=longest))
+    return SimpleNamespace(model_runner=runner, vllm_config=config)
+
+
+@pytest.mark.parametrize("longest", [256, 4096])
+def test_the_first_runner_knows_the_options(longest: int) -> None:
+    """A row of a block table has room for the pages of ``longest`` keys, and attention reads as many as it is told."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     runner: Any = object.__new__(GPUModelRunner)
     with mock.patch.object(GPUModelRunner, "_dummy_run", autospec=True) as dummy_run:
-        ways.steps_of(SimpleNamespace(model_runner=runner))(700)
+        ways.steps_of(worker_of(runner, longest))(700)
     ((given, tokens), options) = dummy_run.call_args
     assert (given, tokens) == (runner, 700)
     assert options["force_attention"] and options["skip_eplb"] and options["cudagraph_runtime_mode"].name == "NONE"
+    assert options["profile_seq_lens"] == min(700, longest)
 
 
 @pytest.mark.parametrize("tokens", [700, 701])
@@ -43,7 +51,7 @@ def test_the_second_runner_runs_all_tokens_with_attention(tokens: int, monkeypat
         steps.append((scheduled.total_num_scheduled_tokens, options))
 
     monkeypatch.setattr(GPUModelRunner, "execute_model", execute_model)
-    ways.steps_of(SimpleNamespace(model_runner=runner))(tokens)
+    ways.steps_of(worker_of(runner))(tokens)
     ((ran, options),) = steps
     assert ran == tokens
     assert options["dummy_run"] and not options["skip_attn_for_dummy_run"] and not options["is_profile"]

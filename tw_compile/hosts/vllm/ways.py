@@ -288,27 +288,25 @@ def _synchronise() -> None:
 def steps_of(worker: Any) -> Callable[[int], None]:
     """Runs a step of so many tokens with attention, as vLLM itself does to warm kernels up.
 
-    vLLM 0.24 has two model runners. The second runs attention, and no CUDA graph at sizes that were not captured, unasked.
+    vLLM 0.24 has two model runners. The first gives every request of such a step as many keys as the step has tokens. A block
+    table has no room for more than the longest context, and attention would read pages behind it, so there the keys end. The
+    second runner's requests have the keys of their own tokens. It runs attention, and no CUDA graph at sizes that were not
+    captured, unasked.
 
     Raises:
         TypeError: The runner's ``_dummy_run`` has not the options that either has.
     """
     from vllm.config import CUDAGraphMode
 
-    dummy_run = worker.model_runner._dummy_run
+    dummy_run, longest = worker.model_runner._dummy_run, worker.vllm_config.model_config.max_model_len
     known = inspect.signature(dummy_run).parameters.keys()
     first = {"cudagraph_runtime_mode": CUDAGraphMode.NONE, "force_attention": True, "skip_eplb": True}
-    if known >= first.keys():
-        options = first
-    elif known >= {"skip_attn", "skip_eplb"}:
-        options = {"skip_attn": False, "skip_eplb": True}
-    else:
-        expected = f"either {sorted(first)} or ['skip_attn', 'skip_eplb']"
-        raise TypeError(
-            f"_dummy_run of {type(worker.model_runner).__name__}: expected options {expected}, got {sorted(known)}"
-        )
-
-    def run(tokens: int) -> None:
-        dummy_run(tokens, **options)
-
-    return run
+    keys = "profile_seq_lens"
+    if known >= {*first, keys}:
+        return lambda tokens: dummy_run(tokens, **first, **{keys: min(tokens, longest)})
+    if known >= {"skip_attn", "skip_eplb"}:
+        return lambda tokens: dummy_run(tokens, skip_attn=False, skip_eplb=True)
+    expected = f"either {sorted({*first, keys})} or ['skip_attn', 'skip_eplb']"
+    raise TypeError(
+        f"_dummy_run of {type(worker.model_runner).__name__}: expected options {expected}, got {sorted(known)}"
+    )
