@@ -20,6 +20,7 @@ from fork_servers import children_are_forked  # noqa: E402
 from torch._functorch import config as functorch_config  # noqa: E402
 from torch._inductor import config as inductor_config  # noqa: E402
 
+from tw_compile import peer_routes  # noqa: E402
 from tw_compile.testing import GlooRanks, fake_process_group  # noqa: E402
 
 
@@ -100,6 +101,7 @@ def clean_process() -> Iterator[None]:
     with inductor_config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False):
         yield
     torch._dynamo.reset()
+    peer_routes.forget()
     if dist.is_initialized():
         dist.destroy_process_group()
 

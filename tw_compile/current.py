@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -21,13 +19,12 @@ from tw_compile.gating.layers import Layer
 from tw_compile.kernels.collective.peer_access import known_link_obstacle, local_world_size
 from tw_compile.kernels.collective.transports import NO_PEER_ACCESS
 from tw_compile.own_gate import own_gate
+from tw_compile.peer_routes import driver_version
 from tw_compile.planning import DeviceProfile, Link, load_profile, profile_of_device
 from tw_compile.planning.links import link_of_node
 from tw_compile.sources import source_digest
 
 logger = logging.getLogger("tw_compile")
-
-_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def current_gate(config: Config, observe: Callable[[Settings], Settings] = lambda settings: settings) -> Gate:
@@ -83,19 +80,10 @@ def measured_on(device_name: str, world_size: int, node: Node, peer_access: bool
         world_size,
         peer_access,
         node.multicast,
-        _driver_version(),
+        driver_version(),
         torch.__version__,
         source_digest()[:12],
     )
-
-
-def _driver_version() -> str:
-    """The version that the driver's kernel module reports; ``unknown`` where a container hides it."""
-    try:
-        words = _DRIVER.read_text().split()
-    except OSError:
-        return "unknown"
-    return next((word for word in words if re.fullmatch(r"[0-9]+(\.[0-9]+)+", word)), "unknown")
 
 
 def agreed_gate(own: Gate, store: dist.Store, key: str) -> Gate:

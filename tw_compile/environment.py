@@ -14,6 +14,7 @@ SPIN_LIMIT = "TW_COMPILE_SPIN_LIMIT"
 CHECK_INPUTS = "TW_COMPILE_CHECK_INPUTS"
 CACHE_DIR = "TW_COMPILE_CACHE_DIR"
 PEER_ACCESS = "TW_COMPILE_PEER_ACCESS"
+PEER_ATOMICS = "TW_COMPILE_PEER_ATOMICS"
 REQUIRE_GPUS = "TW_COMPILE_REQUIRE_GPUS"
 
 _MOST = 2**31 - 1
@@ -75,6 +76,11 @@ def peer_access(environment: Mapping[str, str] = os.environ) -> bool:
     return _switch(environment, PEER_ACCESS) is not False
 
 
+def peer_atomics(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether links that have native atomics count as such: yes, unless ``TW_COMPILE_PEER_ATOMICS`` is 0, for tests."""
+    return _switch(environment, PEER_ATOMICS) is not False
+
+
 def required_gpus(environment: Mapping[str, str] = os.environ) -> int:
     """How many GPUs tests must find, by ``TW_COMPILE_REQUIRE_GPUS``; 0 where it is unset."""
     return _number(environment, REQUIRE_GPUS)
@@ -86,7 +92,7 @@ def check_environment(environment: Mapping[str, str] = os.environ) -> None:
     Raises:
         ValueError: The message names the variable, what was expected and what came.
     """
-    for read in (enabled, strict, thresholds, spin_limit, checks_inputs, peer_access, required_gpus):
+    for read in (enabled, strict, thresholds, spin_limit, checks_inputs, peer_access, peer_atomics, required_gpus):
         read(environment)
 
 

@@ -55,6 +55,8 @@ class AlgorithmEntry:
         scales: Whether it computes the scales of float8 results from the rows. Only such algorithms serve calls that need this.
         prefetches: Whether it can prefetch weights (``prefetch.py``).
         feeds: Whether it leaves it to a GEMM to exchange the rows of a result. It serves no other calls.
+        plain_link: How it reaches rows over a link without native atomics: ``push`` by stores, ``pull`` by loads (it
+            stores flags alone); empty: it needs atomics, or is not tried there.
         profile: The key under ``fused`` of device profiles for which ``tw-compile tune`` measures this algorithm; None: no key.
         benchmarked: Its lines in ``tw-compile bench kernel``; tables are made from the first plain one.
         checked: How checks on GPUs run it.
@@ -78,6 +80,7 @@ class AlgorithmEntry:
     scales: bool = False
     prefetches: bool = False
     feeds: bool = False
+    plain_link: str = ""
     profile: str | None = None
     benchmarked: tuple[Benchmarked, ...] = ()
     checked: tuple[Checked, ...] = ()

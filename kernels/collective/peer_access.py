@@ -2,9 +2,12 @@
 
 PCIe cards with the stock driver, virtual machines and containers often lack peer access. Other PCIe cards have it, but their
 link has no native atomics. Then CUDA does not promise that a word that a peer writes arrives whole, and behind what was written
-before. All our kernels over peer memory need that, also those that signal by stores (``docs/decisions/host-memory.md``).
+before. All our kernels over peer memory need that, also those that signal by stores (``docs/decisions/host-memory.md``). Such a
+link is used only by kernels that ranks have tried there, if these were right and fast (:mod:`tw_compile.peer_routes`).
+
 :func:`pair_obstacle` says both, at compile time and at the first use, so that both find the same. The checks here need no
-communication and create no CUDA context. ``p2p_group.py`` checks what only the first use can tell.
+communication, and create no CUDA context unless a link lacks native atomics. ``p2p_group.py`` checks what only the first use
+can tell.
 """
 
 from __future__ import annotations
@@ -18,8 +21,9 @@ from itertools import permutations
 import torch
 import torch.distributed as dist
 
+from tw_compile import peer_routes
 from tw_compile.agree import agreed
-from tw_compile.environment import PEER_ACCESS, peer_access
+from tw_compile.environment import PEER_ACCESS, peer_access, peer_atomics
 from tw_compile.kernels.collective.transports import NO_PEER_ACCESS, NO_PEER_ATOMICS
 
 _NATIVE_ATOMIC_SUPPORTED = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
@@ -37,6 +41,8 @@ def native_atomics(device: int, peer: int) -> bool:
     Raises:
         OSError: There is no library of NVIDIA's driver.
     """
+    if not peer_atomics():
+        return False
     driver = ctypes.CDLL("libcuda.so.1")
     handles = (ctypes.c_int(), ctypes.c_int())
     value = ctypes.c_int()
@@ -46,13 +52,30 @@ def native_atomics(device: int, peer: int) -> bool:
 
 
 def pair_obstacle(gpu: int, peer: int) -> str | None:
-    """Why kernels on ``gpu`` can't work on the memory of ``peer`` (CUDA ordinals); None if they can."""
+    """Why kernels on ``gpu`` can't work on the memory of ``peer`` (CUDA ordinals); None if they can, or if some may."""
     if not torch.cuda.can_device_access_peer(gpu, peer):
         return NO_PEER_ACCESS
+    return NO_PEER_ATOMICS if is_plain(gpu, peer) and not peer_routes.over_link(1 + max(gpu, peer)) else None
+
+
+def is_plain(gpu: int, peer: int) -> bool:
+    """Whether the link of two GPUs that have peer access lacks native atomics. A driver that can't be asked promises none."""
     try:
-        return None if native_atomics(gpu, peer) else NO_PEER_ATOMICS
-    except OSError:  # a driver that can't be asked has not promised them
-        return NO_PEER_ATOMICS
+        return not native_atomics(gpu, peer)
+    except OSError:
+        return True
+
+
+def plain_route(gpus: Iterable[int]) -> str:
+    """``push`` or ``pull``, if only such kernels may work on each other's memory of ``gpus``; empty if all may, or none.
+
+    GPUs that this process does not see count as having native atomics; the first use refuses them.
+    """
+    visible = torch.cuda.device_count()
+    seen = sorted({gpu for gpu in gpus if gpu < visible})
+    if not any(is_plain(gpu, peer) for gpu, peer in permutations(seen, 2)):
+        return ""
+    return peer_routes.over_link(1 + seen[-1])
 
 
 def link_obstacle(gpus: Iterable[int]) -> str | None:
@@ -84,7 +107,8 @@ def peer_access_obstacle(local_ranks: Sequence[int]) -> str | None:
     gpus = tuple(sorted(set(local_ranks)))
     if not torch.cuda.is_initialized():
         return _own_obstacle(gpus)
-    return agreed(f"peer_access/{gpus}", partial(_own_obstacle, gpus))
+    tried = "" if peer_routes.known() is None else "/tried"
+    return agreed(f"peer_access/{gpus}{tried}", partial(_own_obstacle, gpus))
 
 
 def copy_obstacle(local_ranks: Sequence[int]) -> str | None:

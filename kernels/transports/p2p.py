@@ -13,8 +13,10 @@ from tw_compile.kernels.algorithms import ALGORITHMS
 from tw_compile.kernels.collective.algorithm import Algorithm
 from tw_compile.kernels.collective.cuda_variant import LOADS_AND_STORES, row_obstacle
 from tw_compile.kernels.collective.p2p_group import group_obstacle
+from tw_compile.kernels.collective.peer_access import local_world_size, plain_route
 from tw_compile.kernels.collective.slot import SymmetricMemory
 from tw_compile.kernels.collective.spec import Request
+from tw_compile.kernels.collective.transport import Transport, get_transport
 from tw_compile.kernels.epilogues import EPILOGUES
 from tw_compile.kernels.transports.slot_transport import SlotTransport
 
@@ -40,6 +42,21 @@ class P2PTransport(SlotTransport):
     def group_obstacle(self, group: dist.ProcessGroup, device: torch.device) -> str | None:
         """See :class:`SlotTransport`."""
         return group_obstacle(group, device)
+
+    def route(self, group: dist.ProcessGroup) -> str:
+        """See :class:`SlotTransport`. Ranks' GPUs have the ranks' local numbers, as launchers set them up."""
+        on_each_host = local_world_size()
+        return plain_route(rank % on_each_host for rank in dist.get_process_group_ranks(group))
+
+    def other_for(self, request: Request) -> Transport | None:
+        """See :class:`SlotTransport`. Kernels of one route serve fewer forms; host memory serves the others of such a node."""
+        if (other := super().other_for(request)) is not None:
+            return other
+        self.check_rows(request)
+        state = self.group_state(request.group_name, request.x.device)
+        if state.obstacle is not None or not state.selector.route or state.selector.serves(request, state):
+            return None
+        return get_transport(self.instead)
 
     def serves(self, request: Request) -> bool:
         """See :class:`SlotTransport`. The kernel that serves all messages is Triton's."""

@@ -26,6 +26,9 @@ only one kernel, if it can serve the call. Calls whose rows travel in codes (``w
 alone and beside other work. If no kernel can, their rows travel as they are. A kernel of a table is passed over if it can't
 compute the scales that a call asks for. The first kernel that can takes its place.
 
+Over links without native atomics only the kernels of one ``route`` are chosen (``tw_compile/peer_routes.py``). None of them
+serves all messages, so the transport asks (:meth:`Chooser.serves`) and gives the others away.
+
 Reading tables imports no torch: the kernels are made only when one is chosen for a request.
 """
 
@@ -97,11 +100,23 @@ def _instead(entry: AlgorithmEntry, sms: int) -> Algorithm:
 
 
 class Chooser(ABC):
-    """Chooses the kernel of a request. The choice depends only on what all ranks share."""
+    """Chooses the kernel of a request. The choice depends only on what all ranks share.
 
-    def __init__(self, transport: str) -> None:
-        self._with_wires = tuple(entry.make(entry.wire_sms) for entry in with_wires(transport))
-        self._with_scales = tuple(entry.make() for entry in with_scales(transport))
+    ``route``: the route of the kernels that it may choose; empty if it may choose all.
+    """
+
+    def __init__(self, transport: str, route: str = "") -> None:
+        self.route = route
+        self._with_wires = tuple(entry.make(entry.wire_sms) for entry in self._allowed(with_wires(transport)))
+        self._with_scales = tuple(entry.make() for entry in self._allowed(with_scales(transport)))
+        self._last = () if route else (serves_all(transport),)
+
+    def _allowed(self, entries: Iterable[AlgorithmEntry]) -> list[AlgorithmEntry]:
+        return [entry for entry in entries if self.route in ("", entry.plain_link)]
+
+    def serves(self, request: Request, state: GroupState) -> bool:
+        """Whether one of the kernels serves the request as it is :meth:`settled`."""
+        return self._serving(self.settled(request, state), state) is not None
 
     def settled(self, request: Request, state: GroupState) -> Request:
         """The request itself. If no kernel supports its wire: the same request with rows that travel as they are."""
@@ -131,33 +146,40 @@ class Chooser(ABC):
 
 
 class Selector(Chooser):
-    """Chooses by the bytes of the message. Beside other work only two ranks do, and others by the request's form alone."""
+    """Chooses by the bytes of the message. Beside other work only two ranks do, and others by the request's form alone.
 
-    def __init__(self, steps: Sequence[Step] = (), transport: str = P2P) -> None:
+    Steps whose kernels are not of ``route`` are left out. If no step is left, all kernels of the route are tried.
+    """
+
+    def __init__(self, steps: Sequence[Step] = (), transport: str = P2P, route: str = "") -> None:
         from tw_compile.kernels.collective.spec import MAX_OVERLAP_SMS
 
-        super().__init__(transport)
+        super().__init__(transport, route)
+        steps = [step for step in steps if self._allowed([ALGORITHMS[step.algorithm]])]
         self._bytes = [step.up_to_bytes for step in steps]
         pairs = itertools.zip_longest(steps, steps[1:])
         self._bytes_of_whole = [up_to_bytes_of_whole(step, following) for step, following in pairs]
-        last = serves_all(transport)
-        self._feeding = tuple(entry.make() for entry in feeding(transport))
-        self._beside = (*(_at_most(entry, MAX_OVERLAP_SMS) for entry in beside_work(transport)), last)
-        of_two = two_beside(transport) if steps and steps[0].world_size == 2 else []
+        self._feeding = tuple(entry.make() for entry in self._allowed(feeding(transport)))
+        beside = self._allowed(beside_work(transport))
+        self._beside = (*(_at_most(entry, MAX_OVERLAP_SMS) for entry in beside), *self._last)
+        of_two = self._allowed(two_beside(transport)) if steps and steps[0].world_size == 2 else []
         self._two_beside = tuple((entry.two_beside_bytes, entry.make()) for entry in of_two)
         self._candidates: list[tuple[Algorithm, ...]] = []
         self._of_whole: list[tuple[Algorithm, ...]] = []
         for step in steps:
             preferred = ALGORITHMS[step.algorithm]
             second = () if preferred.instead is None else (_instead(ALGORITHMS[preferred.instead], step.sms),)
-            self._candidates.append((preferred.make(step.sms), *second, last))
+            self._candidates.append((preferred.make(step.sms), *second, *self._last))
             first = (
                 () if preferred.two_whole is None or step.world_size != 2 else (ALGORITHMS[preferred.two_whole].make(),)
             )
             self._of_whole.append((*first, *self._candidates[-1]))
         if not steps:
-            self._candidates.append((last,))
-            self._of_whole.append((last,))
+            alone = self._last or tuple(
+                entry.make() for entry in self._allowed(ALGORITHMS) if entry.transport == transport
+            )
+            self._candidates.append(alone)
+            self._of_whole.append(alone)
 
     def candidates(self, request: Request) -> Sequence[Algorithm]:
         """See :class:`Chooser`."""
@@ -181,7 +203,9 @@ class Selector(Chooser):
             return (*(algorithm for _, algorithm in self._two_beside), *itertools.islice(serving, 1))
         alternatives: list[Algorithm] = []
         for *preferred, last in self._of_whole if request.residual_out == "replicated" else self._candidates:
-            if preferred:
+            if self.route:
+                alternatives += [*preferred, last]
+            elif preferred:
                 # Whether one-shot serves a request depends on the memory of the residual; others depend on the form alone.
                 served = preferred[-1].obstacle(request, state) is None
                 alternatives += preferred if served else [*preferred, last]
@@ -199,9 +223,9 @@ class Insist(Chooser):
         refusals: Why it could not serve the requests that others served instead.
     """
 
-    def __init__(self, algorithm: Algorithm, transport: str = P2P) -> None:
-        super().__init__(transport)
-        self._candidates = (algorithm, serves_all(transport))
+    def __init__(self, algorithm: Algorithm, transport: str = P2P, route: str = "") -> None:
+        super().__init__(transport, route)
+        self._candidates = (algorithm, *self._last)
         self.refusals: set[str] = set()
 
     def choose(self, request: Request, state: GroupState) -> Algorithm:

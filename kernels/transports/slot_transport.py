@@ -76,13 +76,22 @@ class SlotTransport(Transport):
     def serves(self, request: Request) -> bool:
         """Whether one of the kernels can serve the request, if the group can have the memory. The same on all ranks."""
 
+    def route(self, group: dist.ProcessGroup) -> str:
+        """The route of the only kernels that the group may use; empty if it may use all (``tw_compile/peer_routes.py``)."""
+        return ""
+
+    def other_for(self, request: Request) -> Transport | None:
+        """The transport that serves the request because no kernel of this one can; else None. The same on all ranks."""
+        return None if self.serves(request) else get_transport("nccl")
+
     def steps(self, device_name: str, world_size: int) -> tuple[Step, ...]:
         """The table of kernels for a device, or what is best by default."""
         return steps_for(device_name, world_size, self.kernels_of) or default_steps(self.kernels_of, world_size)
 
     def start(self, request: Request) -> Started:
-        if not self.serves(request):
-            return get_transport("nccl").start(request)
+        other = self.other_for(request)
+        if other is not None:
+            return other.start(request)
         request, state, algorithm = self.choose(request)
         if request.x.shape[0] == 0:
             return Started(*request.allocate(state.world_size))
@@ -156,7 +165,7 @@ class SlotTransport(Transport):
 
         None if another transport will serve the call, or if the kernel's peers don't read ``x`` in place.
         """
-        if not self.serves(request):
+        if self.other_for(request) is not None:
             return None
         request, state, algorithm = self.choose(request)
         if request.x.shape[0] == 0:
@@ -181,16 +190,20 @@ class SlotTransport(Transport):
         Raises:
             RuntimeError: The kernels do not take such rows, or see :meth:`group_state`.
         """
-        norm, x = request.norm, request.x
-        # float8 has its own rules (check_hidden_scale), and the kernels take rows of float8 like others.
-        hidden_dtype = x.dtype if norm.hidden_dtype == FP8 else norm.hidden_dtype
-        require_supported(self.label, x.shape[1], x.dtype, hidden_dtype, norm.residual_dtype)
-        state = self.group_state(request.group_name, x.device)
+        self.check_rows(request)
+        state = self.group_state(request.group_name, request.x.device)
         settled = state.selector.settled(request, state)
         chosen = state.selector.choose(settled, state)
         self._prepare(settled, state, chosen)
         # If the group can't have this memory, another transport serves all its calls, and that may support the wire.
         return settled if state.obstacle is None else request, state, chosen
+
+    def check_rows(self, request: Request) -> None:
+        """RuntimeError if the kernels do not take such rows."""
+        norm, x = request.norm, request.x
+        # float8 has its own rules (check_hidden_scale), and the kernels take rows of float8 like others.
+        hidden_dtype = x.dtype if norm.hidden_dtype == FP8 else norm.hidden_dtype
+        require_supported(self.label, x.shape[1], x.dtype, hidden_dtype, norm.residual_dtype)
 
     def _prepare(self, request: Request, state: GroupState, chosen: Algorithm) -> None:
         """Load also the kernels for other message sizes: the first message of such a size may come during graph capture.
@@ -245,7 +258,8 @@ class SlotTransport(Transport):
                 )
             device_name = torch.cuda.get_device_name(device)
             steps = () if self.algorithm else self.steps(device_name, group.size())
-            selector = Insist(self.algorithm, self.kernels_of) if self.algorithm else Selector(steps, self.kernels_of)
+            kernels = self.kernels_of, self.route(group)
+            selector = Insist(self.algorithm, *kernels) if self.algorithm else Selector(steps, *kernels)
             state = GroupState(
                 group_name,
                 group,
@@ -259,7 +273,9 @@ class SlotTransport(Transport):
                 instead=self.instead,
             )
             obstacle = outside_pools(device, lambda: self.group_obstacle(group, device))
-            obstacle = obstacle or outside_pools(device, lambda: common_obstacle(group, None, (device_name, steps)))
+            obstacle = obstacle or outside_pools(
+                device, lambda: common_obstacle(group, None, (device_name, steps, *kernels))
+            )
             if obstacle is not None:
                 state.give_up(obstacle)
             self.states[group_name, device] = state

@@ -267,6 +267,7 @@ def prepared(
 
     alternatives = (Noting(), Noting())
     host.state.selector = SimpleNamespace(
+        route="",
         settled=lambda request, _: request,
         alternatives=lambda *_: alternatives,
         choose=lambda *_: alternatives[0],
@@ -438,6 +439,7 @@ def test_which_groups_want_multicast(
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
     monkeypatch.setattr("torch.distributed.get_rank", lambda group: 0)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "GPU")
+    monkeypatch.setattr(p2p.P2PTransport, "route", lambda self, group: "")
     monkeypatch.setattr(slot_transport, "common_obstacle", lambda group, obstacle, fact: None)
     monkeypatch.setattr(slot_transport, "outside_pools", lambda device, function: None)
     assert transport.group_state(f"of {ranks}", torch.device("cuda", 0)).multimem is wanted
@@ -452,13 +454,14 @@ def test_ranks_whose_tables_differ_use_nccl(monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "GPU")
     monkeypatch.setattr(slot_transport, "steps_for", lambda name, ranks, transport: steps)
     monkeypatch.setattr(p2p, "group_obstacle", lambda group, device: None)
+    monkeypatch.setattr(p2p.P2PTransport, "route", lambda self, group: "push")
     monkeypatch.setattr(
         slot_transport, "common_obstacle", lambda group, obstacle, fact: facts.append(fact) or "ranks disagree"
     )
     monkeypatch.setattr(slot_transport, "outside_pools", lambda device, function: function())
     with caplog.at_level(logging.WARNING, logger="tw_compile"):
         state = p2p.P2PTransport().group_state("g", torch.device("cuda", 0))
-    assert facts == [("GPU", steps)]
+    assert facts == [("GPU", steps, "p2p", "push")]
     assert state.obstacle == "ranks disagree" and "'g' uses host instead" in caplog.text
 
 

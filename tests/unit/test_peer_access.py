@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tw_compile import Config, TWCompilePass, compat, current
+from tw_compile import Config, TWCompilePass, compat, current, peer_routes
 from tw_compile.gating.facts import Node
 from tw_compile.kernels.collective import p2p_group, peer_access, transport
 from tw_compile.kernels.collective.peer_access import SWITCHED_OFF, copy_obstacle, link_obstacle, peer_access_obstacle
@@ -60,6 +60,7 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus.count)
         monkeypatch.setattr(torch.cuda, "can_device_access_peer", gpus.can_access)
         monkeypatch.setattr(peer_access, "native_atomics", gpus.atomics)
+        peer_routes.use(None)
         return gpus
 
     return make

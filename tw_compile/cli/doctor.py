@@ -14,6 +14,7 @@ from tw_compile.cli import bench_common, common
 from tw_compile.cli.common import JsonOption
 from tw_compile.environment import PEER_ACCESS
 from tw_compile.harness.requests import UsageError
+from tw_compile.peer_routes import Tried
 
 if TYPE_CHECKING:
     from tw_compile.runner.machine import Report
@@ -233,9 +234,12 @@ def without_atomics(report: Report) -> str:
     a, b = pairs[0]
     links = report["nvlinks"]
     over = "over PCIe" if links and not links[a][b] else "over a link"
+    reaches = f"GPU {a} reaches the memory of GPU {b} {over} without native atomics"
+    if report["routes_tried"] is not None:
+        return f"{reaches}. {Tried(**report['routes_tried']).line}"
     return (
-        f"GPU {a} reaches the memory of GPU {b} {over} without native atomics, which kernels over peer memory (p2p) need. "
-        "So groups with both GPUs send fused rows through host memory. NCCL may use the link"
+        f"{reaches}, which most kernels over peer memory (p2p) need. Nobody has tried the others there yet: the first compile on "
+        "all ranks does, and so does tw-compile tune --quick. Until then groups with both GPUs send fused rows through host memory"
     )
 
 

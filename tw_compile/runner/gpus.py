@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tw_compile import compat
+from tw_compile import compat, peer_routes
 from tw_compile.calibration import Calibration, default_folder, stored
 from tw_compile.current import measured_on
 from tw_compile.gating.facts import Node
@@ -27,10 +27,12 @@ def examine() -> Gpus:
     reachable = peer_access(count)
     multicast = compat.multicast_support(0) if count else None
     native = atomics(reachable)
-    node = Node(None, False)
+    node, tried = Node(None, False), None
     if count:
         access, has_atomics = all(map(all, reachable)), native is not None and all(map(all, native))
-        node = Node(torch.cuda.get_device_capability(0), bool(multicast), access, has_atomics)
+        tried = None if has_atomics or not access else peer_routes.in_use()
+        kernels = has_atomics or bool(peer_routes.route_of(tried, count))
+        node = Node(torch.cuda.get_device_capability(0), bool(multicast), access, kernels)
     each = [_gpu(index) for index in range(count)]
     return Gpus(
         each,
@@ -42,6 +44,7 @@ def examine() -> Gpus:
         calibrations_of(each, node),
         {ranks: node_facts("cuda", ranks) for ranks in WORLD_SIZES if ranks <= count},
         dist.is_nccl_available(),
+        tried,
     )
 
 

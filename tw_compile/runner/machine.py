@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+from dataclasses import asdict
 from typing import Any
 
 from tw_compile.calibration import LAYER, Calibration, default_folder, merged_table
@@ -59,6 +60,7 @@ def examine() -> Report:
         "gpus": gpus,
         "peer_access": found.reachable,
         "native_atomics": found.atomics,
+        "routes_tried": None if found.tried is None else asdict(found.tried),
         "nvlinks": nvml["links"],
         "pcie": nvml["pcie"],
         "shared_memory": topology.shared_memory(),

@@ -16,6 +16,7 @@ from typing import Any
 from tw_compile.calibration import Calibration
 from tw_compile.gating.facts import Node
 from tw_compile.kernels.collective.transports import GroupFacts
+from tw_compile.peer_routes import Tried
 
 Report = dict[str, Any]
 
@@ -44,6 +45,7 @@ class Gpus:
         calibrations: What groups of the first GPUs have measured by themselves.
         groups: The facts that the choice of a transport depends on, by world size, for world sizes with enough GPUs.
         nccl: Whether torch was built with NCCL.
+        tried: What was tried of links without native atomics; None where there are none, and where nothing was.
     """
 
     each: list[Report]
@@ -55,6 +57,7 @@ class Gpus:
     calibrations: list[Calibration]
     groups: dict[int, GroupFacts]
     nccl: bool
+    tried: Tried | None = None
 
 
 NO_GPUS = Gpus([], [], [], [], None, Node(None, False), [], {}, False)

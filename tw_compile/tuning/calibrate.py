@@ -52,6 +52,7 @@ from tw_compile.planning.links import shipped_link
 from tw_compile.tuning.candidates import candidates, for_planner
 from tw_compile.tuning.estimate import estimated_profile, measured_link
 from tw_compile.tuning.measured import run_made_with
+from tw_compile.tuning.peer_routes import settle
 from tw_compile.tuning.short import HIDDEN, SECONDS, ShortRun, short_spec
 from tw_compile.tuning.tables import decide, shipped_gate
 
@@ -108,8 +109,12 @@ def use_stored(config: Config) -> None:
 
 
 def _calibrate(config: Config, measures: bool) -> None:
-    """Use a stored calibration, or measure one. All ranks do the same: where one rank can't tell its state, none measures."""
+    """Use a stored calibration, or measure one. All ranks do the same: where one rank can't tell its state, none measures.
+
+    Over links without native atomics the ranks try first which kernels may use them.
+    """
     asked_in[:] = [dist.group.WORLD]
+    settle(measures, COMING_SECONDS)
     own: list[tuple[MeasuredOn, list[str]]] = []
 
     def own_answer() -> Answer:
@@ -362,6 +367,7 @@ def rank_process(spec: BenchSpec, rank: int, scratch: str, messages: Connection)
 
 
 def _as_rank(ranks: Ranks, progress: Progress, keep: Keep) -> dict[str, Any]:
+    settle(True, COMING_SECONDS)
     here, transports = this_node()
     if not transports:
         raise UsageError(f"--quick: expected ranks that kernels of ours can serve, got {here}")

@@ -23,10 +23,13 @@ from tw_compile.benchmark.spec import ContenderKind
 from tw_compile.benchmark.variants import Variant, alone_over
 from tw_compile.harness.problems import Problem
 from tw_compile.harness.ranks import Ranks, one_line
+from tw_compile.kernels.algorithms import ALGORITHMS
+from tw_compile.kernels.collective.peer_access import local_world_size, plain_route
 from tw_compile.kernels.collective.reference import add_rms_norm
 from tw_compile.kernels.collective.transport import Transport
 from tw_compile.kernels.epilogues import EPILOGUES
 from tw_compile.kernels.registry import load
+from tw_compile.kernels.transports.selection import HOST
 from tw_compile.kernels.transports.slot_transport import SlotTransport
 from tw_compile.tuning.estimate import GEMM
 from tw_compile.tuning.profile import NORM_ALONE
@@ -146,7 +149,14 @@ def for_planner(transports: Sequence[str], has_profile: bool) -> list[Contender]
 
 
 def _variants(transports: Sequence[str]) -> list[Variant]:
-    return [variant for name in transports for variant in alone_over(name)]
+    """Those that may run: over a link without native atomics only the kernels of the route that was tried there."""
+    listed = [variant for name in transports for variant in alone_over(name)]
+    route = plain_route(range(local_world_size())) if torch.cuda.is_initialized() else ""
+    return [variant for variant in listed if not route or variant.over == HOST or _goes_by(route, variant)]
+
+
+def _goes_by(route: str, variant: Variant) -> bool:
+    return variant.algorithm is not None and ALGORITHMS[variant.algorithm].plain_link == route
 
 
 def _beside(ours: Sequence[Variant]) -> list[Contender]:

@@ -19,6 +19,7 @@ ONE_SHOT = AlgorithmEntry(
     needs_whole_residual=True,
     scales=True,
     prefetches=True,
+    plain_link="push",
     instead="push_two_shot",  # a message that it can't serve without the whole residual is still small
     benchmarked=(Benchmarked("tw-push-one-shot", sharded=False),),
     checked=(Checked("push_one_shot", beside=False),),
@@ -37,6 +38,7 @@ TWO_SHOT = AlgorithmEntry(
     wires=True,
     scales=True,
     prefetches=True,
+    plain_link="push",
     profile="push",
     benchmarked=(
         Benchmarked("tw-push-two-shot", sharded=True),

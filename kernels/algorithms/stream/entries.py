@@ -12,6 +12,7 @@ STREAM = AlgorithmEntry(
     most_sms=32,
     beside=0,  # tried first, because it makes the most of few SMs
     scales=True,
+    plain_link="pull",
     profile="stream",
     benchmarked=(
         Benchmarked("tw-stream", sharded=True, narrow=True),

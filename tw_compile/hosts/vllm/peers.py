@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from itertools import permutations
 
-from tw_compile import environment
+from tw_compile import environment, peer_routes
 from tw_compile.hosts.vllm.flashinfer import Peers
 
 logger = logging.getLogger("tw_compile")
@@ -26,6 +26,9 @@ def links_for_kernels(ranks: int) -> tuple[bool, bool, bool]:
 
 def peers_of(ranks: int) -> Peers:
     """What the driver's library says about the first ``ranks`` GPUs. It can't be asked about those of other nodes.
+
+    Links without atomics count as having them where kernels were tried that do without (:mod:`tw_compile.peer_routes`). The
+    workers of the first start try them, when this process has already decided.
 
     CUDA isn't asked, because vLLM forks its workers from this process, so the process must not initialise CUDA. NVLinks have
     atomics, whatever the library says of those: nobody has asked it on a node with NVLinks yet.
@@ -48,9 +51,17 @@ def peers_of(ranks: int) -> Peers:
                 return bool(pynvml.nvmlDeviceGetP2PStatus(gpu, peer, way) == pynvml.NVML_P2P_STATUS_OK)
 
             reach = joined(_READ) and joined(_WRITE)
-            return Peers(reach, reach and joined(_NVLINK), reach and joined(_NVLINK, _ATOMICS))
+            atomics = reach and (joined(_NVLINK, _ATOMICS) or _were_tried(ranks))
+            return Peers(reach, reach and joined(_NVLINK), atomics)
         finally:
             pynvml.nvmlShutdown()
     except (pynvml.NVMLError, IndexError, ValueError) as error:
         logger.debug("tw_compile: NVML does not say how GPUs reach each other: %s", error)
         return Peers(None, False)
+
+
+def _were_tried(ranks: int) -> bool:
+    from vllm.platforms import current_platform
+
+    on = peer_routes.on_device(current_platform.get_device_name())
+    return bool(peer_routes.route_of(peer_routes.stored(peer_routes.default_folder(), on), ranks))
