@@ -10,7 +10,7 @@ SMs."""
 
 
 def product_deviation(product: torch.Tensor, want: torch.Tensor) -> str | None:
-    """How far ``product`` is from ``want``, which the same library computed with nothing beside it; None if it is near enough."""
+    """How far ``product`` is from ``want``, the library's product with nothing beside it; None if it is near enough."""
     expected = want.float()
     rms = expected.square().mean().sqrt()
     worst = float((product.float() - expected).abs().max() / rms)

@@ -19,6 +19,7 @@ from tw_compile.harness.ranks import Ranks, work_as_rank
 from tw_compile.kernels.gemm.mm_leaving_sms import mm_leaving_sms
 from tw_compile.tuning.pairs import LayerMatmul, Trial, trials
 
+
 @functools.lru_cache(maxsize=4)
 def _operands(
     device: torch.device, dtype: torch.dtype, tokens: int, inner: int, columns: int
