@@ -10,7 +10,7 @@ all of this time has the other side beside it. This is made sure in three steps:
    say so (``rank.py``).
 3. Both ends are measured in each run (:class:`Covered`). A row in which one run was not covered gets no ratio.
 
-On GPUs each side is two CUDA graphs on a stream of its own, and events tell the times. A call of ``overlap_sms`` is captured as
+On GPUs each side is two CUDA graphs, on one of two streams, and events tell the times. A call of ``overlap_sms`` is captured as
 in a split layer: its kernel is on a side stream of high priority, between a fork and a join. On a CPU the covering side runs in
 a thread. That is a rehearsal of the same steps, and its times mean nothing.
 """
@@ -67,7 +67,6 @@ class Lane:
     count: int
     first: Item
     rest: Item
-    stream: torch.cuda.Stream | None = None
 
 
 class Sides(ABC):
@@ -91,21 +90,23 @@ class OnGpu(Sides):
 
     def __init__(self) -> None:
         self._one = torch.ones(1, device="cuda")
+        # Made one after the other: streams that share one of the GPU's queues would wait for each other.
+        self._covering, self._own = torch.cuda.Stream(), torch.cuda.Stream()
 
     def lane(self, calls: Sequence[Item], count: int) -> Lane:
         """See :class:`Sides`."""
-        return Lane(calls, count, capture(calls, 1).replay, capture(calls, count).replay, torch.cuda.Stream())
+        return Lane(calls, count, capture(calls, 1).replay, capture(calls, count).replay)
 
     def alone(self, lane: Lane) -> float:
         """See :class:`Sides`."""
-        begin, end = self._timed(lane, self._gate())
+        begin, end = _timed(lane, self._own, self._gate())
         end.synchronize()
         return begin.elapsed_time(end) * 1e3 / lane.count
 
     def both(self, covering: Lane, covered: Lane) -> Covered:
         """See :class:`Sides`."""
-        went_on, ended = self._timed(covering, self._gate())
-        begin, end = self._timed(covered, went_on)
+        went_on, ended = _timed(covering, self._covering, self._gate())
+        begin, end = _timed(covered, self._own, went_on)
         end.synchronize()
         ended.synchronize()
         return Covered(
@@ -120,20 +121,21 @@ class OnGpu(Sides):
         for _ in range(_HEAD_STARTS):
             compat.delay_stream(HEAD_START_CYCLES)
         dist.all_reduce(self._one, op=dist.ReduceOp.MAX)
-        gate = torch.cuda.Event(enable_timing=True)
+        gate = torch.cuda.Event()
         gate.record()
         return gate
 
-    def _timed(self, lane: Lane, gate: torch.cuda.Event) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        """Enqueue a lane behind ``gate``; the events are behind its first item and behind its last."""
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        with torch.cuda.stream(lane.stream):
-            gate.wait()
-            lane.first()
-            begin.record()
-            lane.rest()
-            end.record()
-        return begin, end
+
+def _timed(lane: Lane, stream: torch.cuda.Stream, gate: torch.cuda.Event) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    """Enqueue a lane behind ``gate``; the events are behind its first item and behind its last."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    with torch.cuda.stream(stream):
+        gate.wait()
+        lane.first()
+        begin.record()
+        lane.rest()
+        end.record()
+    return begin, end
 
 
 class OnCpu(Sides):
