@@ -18,7 +18,7 @@ from tw_compile import compat
 from tw_compile.benchmark.beside import rank as rank_module
 from tw_compile.benchmark.beside.rank import CallBeside, bench_size
 from tw_compile.benchmark.beside.results import TIMED
-from tw_compile.benchmark.beside.sides import OnCpu
+from tw_compile.benchmark.beside.sides import Covered, Lane, OnCpu
 from tw_compile.benchmark.beside.spec import BesideSpec, GemmShape
 from tw_compile.benchmark.contender import ContenderCall
 from tw_compile.cli.app import app
@@ -91,3 +91,31 @@ def test_calls_that_go_wrong_after_the_first_check_are_found(gloo_ranks: GlooRan
 def test_right_calls_pass_on_all_ranks_alike(gloo_ranks: GlooRanks) -> None:
     first, second = gloo_ranks.run(_benched, False)
     assert first == second and first[:2] == ["timed", "ok"]
+
+
+class _Scripted(OnCpu):
+    """Sides whose covering side ends too early until it has enough items; rank 1 needs more of them."""
+
+    def __init__(self, enough: int) -> None:
+        self.enough = enough
+
+    def both(self, covering: Lane, covered: Lane) -> Covered:
+        return Covered(10.0, 5.0, 100.0 if covering.count >= self.enough else -1.0)
+
+
+def _covering_items(rank: int, enough: tuple[int, int]) -> list[int]:
+    world = dist.group.WORLD
+    assert world is not None
+    ranks = Ranks(Context(rank, 2, torch.device("cpu"), compat.group_name(world)), world)
+    spec = BesideSpec(2, "cpu", "bfloat16", (64,), (5,))
+    bench = rank_module._Bench(spec, ranks, _Scripted(enough[rank]), spec.sizes()[0], [], None, 0)  # type: ignore[arg-type]
+    timer = bench._covered(bench.sides.lane([lambda: None], 4), [lambda: None], 3)
+    for _ in range(spec.repeats):
+        timer.run()
+    return [timer.covering.count, bench._evidence(timer)]  # type: ignore[list-item]
+
+
+def test_the_covering_side_grows_on_all_ranks_until_it_covers(gloo_ranks: GlooRanks) -> None:
+    assert gloo_ranks.run(_covering_items, (1, 10)) == [[12, (5.0, 100.0, True)]] * 2
+    # Where it never covers, growing ends, and the evidence says so.
+    assert gloo_ranks.run(_covering_items, (1, 1000)) == [[24, (5.0, -1.0, False)]] * 2

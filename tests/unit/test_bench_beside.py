@@ -137,6 +137,13 @@ def test_wrong_results_mean_no_ratio() -> None:
     assert "PASSED" not in printed(report_of(judged))
 
 
+def test_a_report_of_which_nothing_ran_has_failed() -> None:
+    unserved = BesideRow(1024, 8192, 2**24, "p2p", 16, 8192, 28672, outcome="not served", reason="no peer access")
+    assert failures([unserved], "cuda") == [unserved]
+    assert "PASSED" not in printed(report_of(unserved)) and "no peer access" in printed(report_of(unserved))
+    assert failures([unserved, judge(row(), None, "cuda")], "cuda") == []
+
+
 def test_a_cpu_gives_no_ratio() -> None:
     judged = judge(row(), None, "cpu")
     assert judged.numerics == "ok" and judged.reason is None and judged.gemm_factor is None

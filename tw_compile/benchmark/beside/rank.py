@@ -251,10 +251,11 @@ class _Bench:
         """``covered`` with ``count`` items of ``calls`` beside it, or more of them if trial runs are not covered."""
         for _ in range(_GROWTHS):
             timer = AtOnce(self.sides, self._lane(calls, count), covered)
-            for _ in range(2):  # the first run of a graph is slow
+            for _ in range(_TRIAL_RUNS):
                 self.ranks.barrier()
                 timer.run()
-            spare = min(run.tail_us - _SPARE_TAIL * run.us * covered.count for run in timer.runs)
+            # The first run of a graph is slow, and says nothing.
+            spare = min(run.tail_us - _SPARE_TAIL * run.us * covered.count for run in timer.runs[1:])
             if min(self.ranks.gather(spare)) > 0.0:
                 break
             count *= 2
