@@ -42,6 +42,7 @@ SLOW = {
     "run": ["run", "--device", "cpu", "--tp", "2", "--layers", "1", "--tokens", "8,3", "--trace", "trace.json"],
     "inspect": ["inspect", "--model", "tiny-llama", "--tp", "2", "--tokens", "64"],
     "bench passes": ["bench", "passes", "--model", "tiny-llama", "--tp", "2", "--layers", "1,2"],
+    "bench beside": ["bench", "beside", "--device", "cpu", "--repeats", "20", "--gemm", "256x512", "--sms", "8"],
     "bench kernel": ["bench", "kernel", "--device", "cpu", "--repeats", "20"],
     "bench layer": ["bench", "layer", "--device", "cpu", "--repeats", "20", "--only", "fused,fused+split"],
     "tune": ["tune", "--device", "cpu", "--fresh"],

@@ -91,6 +91,15 @@ REFUSED = [
     ),
     (["bench", "kernel", "--gated", "--regret", "nowhere/x.csv"], "--regret: expected a file in a folder that exists"),
     (["bench", "kernel", "--table", "nowhere/x.toml"], "--table: expected a file in a folder that exists"),
+    (["bench", "beside", "--sms", "33"], "--sms: expected at most 32, the most that a call beside work has, got 33"),
+    (
+        ["bench", "beside", "--gemm", "8"],
+        "--gemm: expected shapes KxN of positive numbers, separated by commas, got '8'",
+    ),
+    (
+        ["bench", "beside", "--transport", "gloo"],
+        "--transport: expected different ones of auto, p2p, host with --device",
+    ),
     (["bench", "vllm", "--only", "nonsense"], "--only: expected some of off, fuse, "),
     (["bench", "paper", "tokenweave", "--from", "nowhere.csv"], "--from: expected a file that can be read"),
     (["bench", "vllm", *TINY, "--dry-run", "--layers", "5"], DEPTH),

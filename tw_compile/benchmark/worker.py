@@ -113,20 +113,8 @@ def bench_size(
     progress(f"{where} float64 reference")
     # Without a reset, Dynamo gives up on the norm after a number of sizes and runs it eagerly.
     torch._dynamo.reset()
-    sets = input_sets(size.nbytes, cache_bytes, spec.calls, spec.rotate_from, spec.at_once)
-    plain = Form(getattr(torch, spec.dtype))
-    problems = [
-        make_problem(ranks.ctx, size.tokens, size.hidden, plain, spec.seed * spec.calls + index)
-        for index in range(sets)
-    ]
-    coded = {wire: in_codes(ranks.ctx, problems[0], WIRES[wire]) for wire in spec.wires if wire != EXACT}
-    of_norms = {
-        norm: replace(problems[0], form=form_of_norm(problems[0].x.dtype, norm))
-        for norm in dict.fromkeys((RMS_NORM, *spec.norms))  # in one order on all ranks: each norm takes collectives
-    }
-    want, base = ({norm: way(ranks.ctx, each) for norm, each in of_norms.items()} for way in (exact, unfused))
-    reference = SizeReference(want, base, coded)
-    del coded, want, base, of_norms
+    problems = problems_of(spec, ranks, size, cache_bytes)
+    reference = reference_of(spec, ranks, problems[0])
     entries = []
     for contender in everyone:
         progress(f"{where} checking {contender.label}")
@@ -136,7 +124,7 @@ def bench_size(
     times = interleaved(
         ranks, {entry.contender.label: entry.timer for entry in entries if entry.timer is not None}, spec.repeats
     )
-    rows = [row_of(spec, entry, size, sets, times.get(entry.contender.label)) for entry in entries]
+    rows = [row_of(spec, entry, size, len(problems), times.get(entry.contender.label)) for entry in entries]
     if spec.device == "cuda":
         # Wait until all ranks are done with this size's buffers, before any of them is freed.
         torch.cuda.synchronize()
@@ -147,6 +135,27 @@ def bench_size(
     if spec.device == "cuda":
         set_regret(rows)
     return rows
+
+
+def problems_of(spec: BenchSpec, ranks: Ranks, size: MessageSize, cache_bytes: int) -> list[Problem]:
+    """The input sets over which the calls of one size rotate."""
+    sets = input_sets(size.nbytes, cache_bytes, spec.calls, spec.rotate_from, spec.at_once)
+    plain = Form(getattr(torch, spec.dtype))
+    return [
+        make_problem(ranks.ctx, size.tokens, size.hidden, plain, spec.seed * spec.calls + index)
+        for index in range(sets)
+    ]
+
+
+def reference_of(spec: BenchSpec, ranks: Ranks, problem: Problem) -> SizeReference:
+    """What calls on ``problem``, the first input set, must come near to. Collective."""
+    coded = {wire: in_codes(ranks.ctx, problem, WIRES[wire]) for wire in spec.wires if wire != EXACT}
+    of_norms = {
+        norm: replace(problem, form=form_of_norm(problem.x.dtype, norm))
+        for norm in dict.fromkeys((RMS_NORM, *spec.norms))  # in one order on all ranks: each norm takes collectives
+    }
+    want, base = ({norm: way(ranks.ctx, each) for norm, each in of_norms.items()} for way in (exact, unfused))
+    return SizeReference(want, base, coded)
 
 
 def admit(
@@ -174,7 +183,7 @@ def admit(
         if deviation is not None:
             return ContenderAtSize(contender, "error", deviation)
         if contender.reduces:
-            failure = _failure(ranks, contender, size, result, reference)
+            failure = failure_of(ranks, contender, size, result, reference)
             if failure is not None:
                 return ContenderAtSize(contender, "numerics failed", failure)
         del result
@@ -228,7 +237,7 @@ def _finished(spec: BenchSpec, result: tuple[torch.Tensor, torch.Tensor]) -> tup
     return result
 
 
-def _failure(
+def failure_of(
     ranks: Ranks,
     contender: Contender,
     size: MessageSize,
@@ -260,7 +269,7 @@ def _failure(
     return ranks.agree("; ".join(checked.failures) or None)
 
 
-def _residual_form(contender: Contender, size: MessageSize) -> str:
+def residual_form(contender: Contender, size: MessageSize) -> str:
     if not contender.residual_sharded:
         return f"replicated {size.dtype}"
     return f"sharded {size.dtype if contender.residual_narrow else 'float32'}"
@@ -276,7 +285,7 @@ def row_of(spec: BenchSpec, entry: ContenderAtSize, size: MessageSize, sets: int
         hidden=size.hidden,
         nbytes=size.nbytes,
         sets=sets,
-        residual_form=_residual_form(contender, size),
+        residual_form=residual_form(contender, size),
         num_sms=contender.num_sms(size, spec.world_size),
         outcome=entry.outcome,
         reason=entry.reason,

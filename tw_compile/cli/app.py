@@ -7,7 +7,19 @@ from typing import Annotated
 import typer
 
 from tw_compile import __version__
-from tw_compile.cli import bench, bench_layer, bench_paper, bench_vllm, doctor, explain, inspect, plan, run, tune
+from tw_compile.cli import (
+    bench,
+    bench_beside,
+    bench_layer,
+    bench_paper,
+    bench_vllm,
+    doctor,
+    explain,
+    inspect,
+    plan,
+    run,
+    tune,
+)
 
 app = typer.Typer(
     name="tw-compile",
@@ -43,6 +55,7 @@ app.command("plan", rich_help_panel=_SEE)(plan.plan)
 app.command("explain", rich_help_panel=_SEE)(explain.explain)
 app.command("doctor", rich_help_panel=_SEE)(doctor.doctor)
 app.command("tune", rich_help_panel=_MEASURE)(tune.tune)
+bench.app.command("beside")(bench_beside.beside)
 bench.app.command("layer")(bench_layer.layer)
 bench.app.command("gemm-site")(bench_layer.gemm_site)
 bench.app.command("model")(bench_layer.model)

@@ -10,6 +10,7 @@ import torch
 
 from tw_compile.benchmark.contender import Contender, ContenderCall
 from tw_compile.benchmark.ours import Operator
+from tw_compile.benchmark.product import product_deviation
 from tw_compile.benchmark.spec import BenchSpec
 from tw_compile.benchmark.variants import Variant
 from tw_compile.benchmark.worker import run_rank
@@ -17,10 +18,6 @@ from tw_compile.harness.problems import Problem
 from tw_compile.harness.ranks import Ranks, work_as_rank
 from tw_compile.kernels.gemm.mm_leaving_sms import mm_leaving_sms
 from tw_compile.tuning.pairs import LayerMatmul, Trial, trials
-
-_TOLERANCE = 2**-6
-"""The product may differ by this share of its root mean square, because cuBLAS adds in another order when it plans for fewer
-SMs."""
 
 
 @functools.lru_cache(maxsize=4)
@@ -83,11 +80,7 @@ class Beside(Operator):
 
     def deviation(self, ranks: Ranks) -> str | None:
         assert self._product is not None
-        want = self._expected().float()
-        worst = float((self._product.float() - want).abs().max() / want.square().mean().sqrt())
-        if not worst <= _TOLERANCE * max(1.0, float(want.abs().max() / want.square().mean().sqrt())):
-            return f"the product beside it is off by {worst:.2g} of its root mean square"
-        return super().deviation(ranks)
+        return product_deviation(self._product, self._expected()) or super().deviation(ranks)
 
 
 def beside_contenders(spec: BenchSpec) -> list[Contender]:
