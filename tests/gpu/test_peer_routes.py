@@ -1,4 +1,4 @@
-"""Routes over a link without native atomics, tried on two GPUs whose link has them: all routes are right there, and one may hang."""
+"""Routes over links without native atomics, tried on two GPUs whose link has them: all are right there, and one may hang."""
 
 from __future__ import annotations
 

@@ -173,9 +173,9 @@ def test_a_route_that_was_tried_over_a_link_without_atomics_is_used_and_told(nod
     assert of_two(found)["transport"] == "p2p" and found["routes_tried"]["route"] == "push"
     (line,) = [line for line in found["text"].splitlines() if "without native atomics" in line]
     assert line == (
-        "GPU 0 reaches the memory of GPU 1 over PCIe without native atomics. rows go by push over the link without native "
-        "atomics, tried by 2 ranks: host takes 500 us for 16 MiB, push takes 400 us for 16 MiB, pull is out (did not end within "
-        "60 s)"
+        "GPU 0 reaches the memory of GPU 1 over PCIe without native atomics: rows go by push over the link without native "
+        "atomics, tried by 2 ranks: host takes 500 us for 16 MiB, push takes 400 us for 16 MiB, "
+        "pull is out (did not end within 60 s)"
     )
 
 

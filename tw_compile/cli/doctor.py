@@ -236,10 +236,11 @@ def without_atomics(report: Report) -> str:
     over = "over PCIe" if links and not links[a][b] else "over a link"
     reaches = f"GPU {a} reaches the memory of GPU {b} {over} without native atomics"
     if report["routes_tried"] is not None:
-        return f"{reaches}. {Tried(**report['routes_tried']).line}"
+        return f"{reaches}: {Tried(**report['routes_tried']).line}"
     return (
-        f"{reaches}, which most kernels over peer memory (p2p) need. Nobody has tried the others there yet: the first compile on "
-        "all ranks does, and so does tw-compile tune --quick. Until then groups with both GPUs send fused rows through host memory"
+        f"{reaches}, which most kernels over peer memory (p2p) need. Nobody has tried the others there yet: the first compile "
+        "on all ranks does, and so does tw-compile tune --quick. Until then groups with both GPUs send fused rows through host "
+        "memory"
     )
 
 
