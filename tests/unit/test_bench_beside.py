@@ -32,24 +32,26 @@ from tw_compile.benchmark.beside.spec import (
     BesideSpec,
     GemmShape,
     call_variant,
-    gate_up,
     items_to_cover,
     items_to_time,
     most_steps,
+    of_mlp,
     transports,
     usual_sms,
 )
 from tw_compile.benchmark.beside.table import print_report
 from tw_compile.cli.app import app
+from tw_compile.cli.bench_beside import gemm_shapes
 from tw_compile.harness.requests import UsageError
 
+SHAPES = "--gemm: expected shapes KxN or KxN+N of positive numbers, separated by commas"
 SPEC = BesideSpec(2, "cuda", "bfloat16", (4096, 8192), (1024, 4096))
 ALONE = {"gemm": 100.0, "gemm_leaving": 104.0, "call": 50.0}
 
 
 def row(gemm_beside: float = 107.0, call_beside: float = 56.0, **changes: Any) -> BesideRow:
     """A row whose every part has been timed and covered."""
-    made = BesideRow(1024, 8192, 2**24, "host", 8, 8192, 28672, kernel="host_two_shot", call_sms=8)
+    made = BesideRow(1024, 8192, 2**24, "host", 8, 8192, 28672, False, kernel="host_two_shot", call_sms=8)
     medians = ALONE | {"gemm_beside": gemm_beside, "call_beside": call_beside}
     made.take({timed: [0.9 * us, us, us, us, 1.1 * us] for timed, us in medians.items()})
     evidence = {
@@ -138,7 +140,9 @@ def test_wrong_results_mean_no_ratio() -> None:
 
 
 def test_a_report_of_which_nothing_ran_has_failed() -> None:
-    unserved = BesideRow(1024, 8192, 2**24, "p2p", 16, 8192, 28672, outcome="not served", reason="no peer access")
+    unserved = BesideRow(
+        1024, 8192, 2**24, "p2p", 16, 8192, 28672, False, outcome="not served", reason="no peer access"
+    )
     assert failures([unserved], "cuda") == [unserved]
     assert "PASSED" not in printed(report_of(unserved)) and "no peer access" in printed(report_of(unserved))
     assert failures([unserved, judge(row(), None, "cuda")], "cuda") == []
@@ -164,7 +168,7 @@ def test_the_report_says_factors_and_what_is_missing() -> None:
 
 def test_csv_has_a_line_for_each_row_with_versions_and_peer_access() -> None:
     report = report_of(
-        judge(row(), None, "cuda"), BesideRow(4096, 8192, 2**26, "p2p", 16, 8192, 28672, outcome="not served")
+        judge(row(), None, "cuda"), BesideRow(4096, 8192, 2**26, "p2p", 16, 8192, 28672, False, outcome="not served")
     )
     first, second = csv.DictReader(io.StringIO(as_csv(report)))
     assert (first["machine"], first["peer_access"], first["commit"]) == ("x86_64 64 cpus", "off", "abc")
@@ -177,18 +181,20 @@ def test_the_picture_has_all_rows_with_times(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / "beside.svg"
     rows = [judge(row(tokens=tokens), None, "cuda") for tokens in (1024, 4096, 8192, 16384)]
-    plot(report_of(*rows, BesideRow(1, 8192, 2**14, "p2p", 16, 8192, 28672, outcome="error")), str(file))
+    plot(report_of(*rows, BesideRow(1, 8192, 2**14, "p2p", 16, 8192, 28672, False, outcome="error")), str(file))
     assert file.stat().st_size > 10_000
     with pytest.raises(UsageError, match="without any"):
         plot(report_of(), str(file))
 
 
-def test_the_default_gemm_is_gate_and_up_of_a_rank() -> None:
-    assert gate_up(8192, 2) == GemmShape(8192, 2 * 28672 // 2) and gate_up(4096, 4) == GemmShape(4096, 2 * 14336 // 4)
-    assert gate_up(8192, 3).columns % 8 == 0 and gate_up(8, 16) == GemmShape(8, 8)
-    assert SPEC.gemms_of(4096) == (gate_up(4096, 2),)
+def test_the_default_gemms_are_those_of_an_mlp_of_a_rank() -> None:
+    assert of_mlp(8192, 2) == (GemmShape(8192, 28672 // 2, gated=True), GemmShape(28672 // 2, 8192))
+    assert of_mlp(4096, 4)[0] == GemmShape(4096, 14336 // 4, gated=True)
+    assert of_mlp(8192, 3)[0].columns % 8 == 0 and of_mlp(8, 16)[0] == GemmShape(8, 8, gated=True)
+    assert SPEC.gemms_of(4096) == of_mlp(4096, 2)
     assert replace(SPEC, gemms=(GemmShape(64, 32),)).gemms_of(4096) == (GemmShape(64, 32),)
-    assert str(GemmShape(64, 32)) == "64x32"
+    assert (str(GemmShape(64, 32)), str(GemmShape(64, 32, gated=True))) == ("64x32", "64x32+32")
+    assert gemm_shapes("64x32+32, 32x64") == (GemmShape(64, 32, gated=True), GemmShape(32, 64))
 
 
 def test_a_call_has_the_form_and_the_sms_of_a_split_layer() -> None:
@@ -214,7 +220,7 @@ def test_sizes_and_steps_follow_from_the_request() -> None:
     assert [(size.tokens, size.hidden) for size in SPEC.sizes()] == [
         (1024, 4096), (4096, 4096), (1024, 8192), (4096, 8192)
     ]  # fmt: skip
-    assert most_steps(SPEC) == 2 + 4 * (1 + 1 + 1)
+    assert most_steps(SPEC) == 2 + 4 * (1 + 1 + 2), "gate and up, and down"
     wide = replace(SPEC, sms=(4, 8), transports=("p2p", "host"), gemms=(GemmShape(8, 8), GemmShape(8, 16)))
     assert most_steps(wide) == 2 + 4 * (1 + 4 * (1 + 2))
 
@@ -343,7 +349,7 @@ def test_results_are_watched_and_poisoned() -> None:
 def test_gemms_take_turns_with_more_weights_than_the_cache_holds() -> None:
     x = torch.ones(3, 16, dtype=torch.bfloat16)
     gemms = make_gemms(GemmShape(16, 32), x, 5 * 16 * 32 * 2)
-    assert len(gemms.weights) == 6 and len({weight.data_ptr() for weight in gemms.weights}) == 6
+    assert len(gemms.weights) == 6 and len({one.data_ptr() for (one,) in gemms.weights}) == 6
     assert len(make_gemms(GemmShape(16, 32), x, 100).weights) == 1
     first, second, *_ = (multiply() for multiply in gemms.leaving(2))
     assert first.shape == (3, 32) and torch.equal(first, second)  # type: ignore[attr-defined]
@@ -352,11 +358,23 @@ def test_gemms_take_turns_with_more_weights_than_the_cache_holds() -> None:
     assert "off by nan" in str(gemms.deviation(torch.full_like(first, float("nan"))))  # type: ignore[call-overload]
 
 
+def test_gate_and_up_are_multiplied_as_in_a_split_layer() -> None:
+    x = torch.ones(3, 16, dtype=torch.bfloat16)
+    gemms = make_gemms(GemmShape(16, 32, gated=True), x, 5 * 2 * 16 * 32 * 2)
+    assert len(gemms.weights) == 6 and len({one.data_ptr() for pair in gemms.weights for one in pair}) == 12
+    first, *_ = (multiply() for multiply in gemms.leaving(2))
+    gate, up = (torch.mm(gemms.a, one.t()) for one in gemms.weights[0])
+    assert torch.equal(first, torch.nn.functional.silu(gate) * up)  # type: ignore[arg-type]
+    assert gemms.deviation(first) is None and "off by" in str(gemms.deviation(gate))
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--gemm", "64"], "--gemm: expected shapes KxN of positive numbers, separated by commas, got '64'"),
-        (["--gemm", "64x0"], "--gemm: expected shapes KxN of positive numbers, separated by commas, got '64x0'"),
+        (["--gemm", "64"], f"{SHAPES}, got '64'"),
+        (["--gemm", "64+8"], f"{SHAPES}, got '64+8'"),
+        (["--gemm", "64x0"], f"{SHAPES}, got '64x0'"),
+        (["--gemm", "64x0+8"], f"{SHAPES}, got '64x0+8'"),
         (["--gemm", "8x8,8x8"], "--gemm: expected different shapes, got '8x8,8x8'"),
         (["--sms", "0"], "--sms: expected different positive numbers, separated by commas, got '0'"),
         (["--sms", "8,33"], "--sms: expected at most 32, the most that a call beside work has, got 33"),

@@ -48,9 +48,9 @@ def beside(
     gemm: Annotated[
         str | None,
         typer.Option(
-            metavar="KxN[,KxN...]",
-            help="GEMMs [tokens, K] x [K, N] of a rank.",
-            show_default="gate and up of Llama 3: hidden x 7 hidden / ranks",
+            metavar="KxN|KxN+N[,...]",
+            help="GEMMs [tokens, K] x [K, N] of a rank; N+N are gate and up, multiplied with SiLU.",
+            show_default="gate and up, and down, of Llama 3: hidden x 3.5 hidden / ranks",
         ),
     ] = None,
     sms: Annotated[
@@ -110,18 +110,19 @@ def beside(
 
 
 def gemm_shapes(text: str) -> tuple[GemmShape, ...]:
-    """``"8192x28672,4096x8192"`` -> the two shapes.
+    """``"8192x14336+14336,14336x8192"`` -> gate and up, and one matrix.
 
     Raises:
         UsageError: The text is something else, or names a shape twice.
     """
     found = []
     for part in text.split(","):
-        sides = re.fullmatch(r"(\d+)x(\d+)", part.strip())
-        inner, columns = (whole_number(side) for side in sides.groups()) if sides else (None, None)
-        if not inner or not columns:
-            raise UsageError(f"--gemm: expected shapes KxN of positive numbers, separated by commas, got {text!r}")
-        found.append(GemmShape(inner, columns))
+        sides = re.fullmatch(r"(\d+)x(\d+)(\+\2)?", part.strip())
+        inner, columns = (whole_number(side) for side in sides.groups()[:2]) if sides else (None, None)
+        if sides is None or not inner or not columns:
+            expected = "shapes KxN or KxN+N of positive numbers, separated by commas"
+            raise UsageError(f"--gemm: expected {expected}, got {text!r}")
+        found.append(GemmShape(inner, columns, gated=sides[3] is not None))
     if len(set(found)) < len(found):
         raise UsageError(f"--gemm: expected different shapes, got {text!r}")
     return tuple(found)

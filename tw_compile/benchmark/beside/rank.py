@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from tw_compile.benchmark.beside.results import BesideRow, judge
 from tw_compile.benchmark.beside.sides import Alone, AtOnce, Item, Lane, OnCpu, OnGpu, Sides, Watched
@@ -40,7 +41,7 @@ from tw_compile.harness.problems import Problem
 from tw_compile.harness.ranks import Keep, Ranks, UnavailableError, work_as_rank
 from tw_compile.kernels.collective.transport import node_facts
 from tw_compile.kernels.collective.transports import TRANSPORTS, choose_transport
-from tw_compile.kernels.gemm.mm_leaving_sms import mm_leaving_sms
+from tw_compile.kernels.gemm.mm_leaving_sms import gated_mm_leaving_sms, mm_leaving_sms
 
 _TRIAL_ITEMS, _TRIAL_RUNS = 4, 3
 _GROWTHS = 4
@@ -70,18 +71,24 @@ class CallBeside(Operator):
 
 @dataclass(frozen=True)
 class Gemms:
-    """GEMMs of one input by enough weights that L2 never holds the next one, as a model's layers have weights of their own."""
+    """GEMMs of one input by enough weights that L2 never holds the next ones, as a model's layers have weights of their own.
+
+    Each has one matrix ``[columns, inner]``, or gate and up. They run as in a split layer: gate and up by our own kernel where
+    it supports them, others by cuBLAS.
+    """
 
     a: torch.Tensor
-    weights: Sequence[torch.Tensor]
+    weights: Sequence[tuple[torch.Tensor, ...]]
 
     def leaving(self, sms: int) -> list[Item]:
-        return [partial(mm_leaving_sms, self.a, weight.t(), sms) for weight in self.weights]
+        operator = mm_leaving_sms if len(self.weights[0]) == 1 else gated_mm_leaving_sms
+        return [partial(operator, self.a, *(one.t() for one in matrices), sms) for matrices in self.weights]
 
     def deviation(self, product: object) -> str | None:
         """What is wrong with a product by the first weights; None if nothing is."""
         assert isinstance(product, torch.Tensor)
-        return product_deviation(product, torch.mm(self.a, self.weights[0].t()))
+        want, *up = (torch.mm(self.a, one.t()) for one in self.weights[0])
+        return product_deviation(product, F.silu(want) * up[0] if up else want)
 
 
 def make_gemms(shape: GemmShape, x: torch.Tensor, cache_bytes: int) -> Gemms:
@@ -91,8 +98,10 @@ def make_gemms(shape: GemmShape, x: torch.Tensor, cache_bytes: int) -> Gemms:
     def normal(*size: int) -> torch.Tensor:
         return torch.randn(size, generator=generator, device=x.device, dtype=x.dtype)
 
-    a, first = normal(x.shape[0], shape.inner), normal(shape.columns, shape.inner)
-    return Gemms(a, [first, *(first.clone() for _ in range(cache_bytes // first.nbytes))])
+    a = normal(x.shape[0], shape.inner)
+    first = tuple(normal(shape.columns, shape.inner) for _ in range(1 + shape.gated))
+    copies = cache_bytes // sum(one.nbytes for one in first)
+    return Gemms(a, [first, *(tuple(one.clone() for one in first) for _ in range(copies))])
 
 
 def run_rank(spec: BesideSpec, ranks: Ranks, progress: Progress, keep: Keep) -> dict[str, Any]:
@@ -124,7 +133,7 @@ def bench_size(
             blank = partial(BesideRow, size.tokens, size.hidden, size.nbytes, name or asked, sms)
             shapes = spec.gemms_of(size.hidden)
             if name is None:
-                unserved = [blank(shape.inner, shape.columns) for shape in shapes]
+                unserved = [blank(shape.inner, shape.columns, shape.gated) for shape in shapes]
                 for row in unserved:
                     row.outcome, row.reason = "not served", why
                 rows += unserved
@@ -142,7 +151,7 @@ def bench_size(
                 lambda calls, count: Alone(sides, sides.lane(calls, _TRIAL_ITEMS)),
             )
             for shape in shapes:
-                row = blank(shape.inner, shape.columns)
+                row = blank(shape.inner, shape.columns, shape.gated)
                 row.sets, row.outcome, row.reason = len(problems), of_calls.outcome, of_calls.reason
                 row.numerics = "failed" if of_calls.outcome == "numerics failed" else "not checked"
                 if isinstance(of_calls.timer, Alone):

@@ -33,6 +33,7 @@ class BesideRow:
             runs and ranks. Below 0: the GEMMs ended earlier.
         gemm_lead_us, gemm_tail_us: The same of calls before and after the timed GEMMs.
         covered: Whether the other side ran all the time; None where nothing ran.
+        gated: Whether the GEMM is of gate and up, two matrices of one input.
         gemm_p50_us: Median microseconds of a GEMM, of the slowest rank; p20 and p80 likewise, and so for all of ``TIMED``.
         gemm_factor: The GEMM beside calls against the same GEMM alone, which leaves as many SMs; medians.
         gemm_factor_of_all_sms: The GEMM beside calls against the GEMM alone on all SMs.
@@ -46,6 +47,7 @@ class BesideRow:
     sms: int
     gemm_inner: int
     gemm_columns: int
+    gated: bool
     kernel: str | None = None
     call_sms: int | None = None
     residual_form: str | None = None
@@ -87,7 +89,8 @@ class BesideRow:
 
     @property
     def gemm_shape(self) -> str:
-        return f"[{self.tokens}, {self.gemm_inner}] x [{self.gemm_inner}, {self.gemm_columns}]"
+        matrix = f"[{self.gemm_inner}, {self.gemm_columns}]"
+        return f"[{self.tokens}, {self.gemm_inner}] x {matrix}" + (f" and {matrix}" if self.gated else "")
 
     def span(self, timed: str) -> tuple[float | None, float | None, float | None]:
         """p20, p50 and p80 of one of ``TIMED``."""

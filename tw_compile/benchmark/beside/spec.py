@@ -21,27 +21,33 @@ FILL_US = 5000.0
 """What is timed at once takes about so long. Then the ends of a graph, a few microseconds, are no part of a result."""
 FEWEST, MOST = 4, 40
 """Items, calls or GEMMs, that are timed at once."""
-SPARE = 1.3
-"""The covering side is given so many times the time that it has to cover, as both sides are slower than alone."""
+SPARE = 2.5
+"""The covering side is given so many times the time that it has to cover. Both sides are slower than alone, and a call that
+finds no free SMs may wait for the end of a GEMM."""
 
 
 @dataclass(frozen=True)
 class GemmShape:
-    """A GEMM of a rank: ``[tokens, inner] @ [inner, columns]``, with as many tokens as the message beside it has."""
+    """A GEMM of a rank: ``[tokens, inner] @ [inner, columns]``, with as many tokens as the message beside it has.
+
+    ``gated``: there are two such matrices, gate and up, and the result is ``silu(a @ gate) * (a @ up)``.
+    """
 
     inner: int
     columns: int
+    gated: bool = False
 
     def __str__(self) -> str:
-        return f"{self.inner}x{self.columns}"
+        return f"{self.inner}x{self.columns}" + (f"+{self.columns}" if self.gated else "")
 
 
-def gate_up(hidden: int, world_size: int) -> GemmShape:
-    """The GEMM of gate and up of a rank of Llama-3.1-8B (hidden 4096) and Llama-3.3-70B (8192), in multiples of hidden.
+def of_mlp(hidden: int, world_size: int) -> tuple[GemmShape, ...]:
+    """The GEMMs of an MLP of a rank of Llama-3.1-8B (hidden 4096) or Llama-3.3-70B (8192): gate and up, and down.
 
     The columns are a multiple of 8, as cuBLAS wants rows of whole vectors.
     """
-    return GemmShape(hidden, max(7 * hidden // world_size // 8 * 8, 8))
+    inner = max(7 * hidden // (2 * world_size) // 8 * 8, 8)
+    return GemmShape(hidden, inner, gated=True), GemmShape(inner, hidden)
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,7 @@ class BesideSpec:
     Attributes:
         device: ``cuda`` (NCCL) or ``cpu`` (gloo, a rehearsal).
         transports: What carries the calls, names of :func:`transports` or ``auto``.
-        gemms: The GEMMs beside the calls. Empty: :func:`gate_up` of each hidden size.
+        gemms: The GEMMs beside the calls. Empty: :func:`of_mlp` of each hidden size.
         sms: SMs that a call gets, and that the GEMMs leave. Empty: as many as the transport's calls take beside work.
         repeats: Timed runs of each of the five times of a row.
         timeout: Seconds after which the benchmark, or one collective of it, has failed.
@@ -79,7 +85,7 @@ class BesideSpec:
         )
 
     def gemms_of(self, hidden: int) -> tuple[GemmShape, ...]:
-        return self.gemms or (gate_up(hidden, self.world_size),)
+        return self.gemms or of_mlp(hidden, self.world_size)
 
     def sms_of(self, transport: str) -> tuple[int, ...]:
         return self.sms or (usual_sms(transport),)
