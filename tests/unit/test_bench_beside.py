@@ -220,9 +220,9 @@ def test_sizes_and_steps_follow_from_the_request() -> None:
     assert [(size.tokens, size.hidden) for size in SPEC.sizes()] == [
         (1024, 4096), (4096, 4096), (1024, 8192), (4096, 8192)
     ]  # fmt: skip
-    assert most_steps(SPEC) == 2 + 4 * (1 + 1 + 2), "gate and up, and down"
+    assert most_steps(SPEC) == 2 + 4 * (1 + 2 * (1 + 2)), "calls and copies, beside gate and up, and down"
     wide = replace(SPEC, sms=(4, 8), transports=("p2p", "host"), gemms=(GemmShape(8, 8), GemmShape(8, 16)))
-    assert most_steps(wide) == 2 + 4 * (1 + 4 * (1 + 2))
+    assert most_steps(wide) == 2 + 4 * (1 + 8 * (1 + 2))
 
 
 def test_a_run_counts_only_between_the_other_sides_begin_and_end() -> None:

@@ -124,7 +124,7 @@ def test_words_launches_what_it_was_asked_for(kernels: list[FakeKernel]) -> None
     assert started.hidden.shape == (10, HIDDEN)
 
 
-@pytest.mark.parametrize(("overlap_sms", "cluster"), [(0, 1), (2, 2)])
+@pytest.mark.parametrize(("overlap_sms", "cluster"), [(0, 1), (2, 2), (8, 2)])
 def test_rows_launch_what_they_were_asked_for(kernels: list[FakeKernel], overlap_sms: int, cluster: int) -> None:
     asked = replace(request(400), overlap_sms=overlap_sms)
     algorithm = HostRows(False, max_sms=2)

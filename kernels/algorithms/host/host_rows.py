@@ -212,10 +212,15 @@ class HostRows(RowKernel):
         }
 
     def _cluster(self, request: Request, state: GroupState) -> int:
-        """CTAs of a cluster: may be more than one beside other work (``side_stream.py``) on devices that have clusters."""
+        """CTAs of a cluster: two beside other work (``side_stream.py``) on devices that have clusters.
+
+        Calls through host memory follow each other, so most begin while a GEMM runs. cuBLAS plans a GEMM that leaves SMs for
+        clusters of up to eight. What these leave is pairs of SMs in different groups, where larger clusters have no place
+        before the GEMM ends.
+        """
         if not request.overlap_sms or torch.cuda.get_device_capability(state.device) < HOPPER:
             return 1
-        return cluster_size(self._ctas(request, state), state.device)
+        return min(2, cluster_size(self._ctas(request, state), state.device))
 
     def _ctas(self, request: Request, state: GroupState) -> int:
         groups = self._own_shape(request, state).groups

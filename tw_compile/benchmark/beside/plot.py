@@ -48,5 +48,6 @@ def _draw(panel: Any, row: BesideRow) -> None:
     panel.set_ylabel("µs (median, slowest rank; p20 to p80)", fontsize=8)
     panel.margins(y=0.15)
     panel.spines[["top", "right"]].set_visible(False)
-    title = f"{row.size} over {row.transport} on {row.sms} SMs\nGEMM {row.gemm_shape}"
+    way = f"over {row.transport} on {row.sms} SMs" if row.kind == "ours" else "by bare copies"
+    title = f"{row.size} {way}\nGEMM {row.gemm_shape}"
     panel.set_title(title, loc="left", fontsize=9)

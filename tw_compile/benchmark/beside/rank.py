@@ -23,11 +23,14 @@ from tw_compile.benchmark.beside.spec import (
     items_to_time,
     transports,
 )
+from tw_compile.benchmark.contender import Contender
+from tw_compile.benchmark.host_copies import HostCopies
 from tw_compile.benchmark.ours import Operator
 from tw_compile.benchmark.product import product_deviation
 from tw_compile.benchmark.spec import MessageSize
 from tw_compile.benchmark.worker import (
     CPU_CACHE_BYTES,
+    ContenderAtSize,
     SizeReference,
     admit,
     failure_of,
@@ -42,6 +45,7 @@ from tw_compile.harness.ranks import Keep, Ranks, UnavailableError, work_as_rank
 from tw_compile.kernels.collective.transport import node_facts
 from tw_compile.kernels.collective.transports import TRANSPORTS, choose_transport
 from tw_compile.kernels.gemm.mm_leaving_sms import gated_mm_leaving_sms, mm_leaving_sms
+from tw_compile.kernels.transports.selection import HOST
 
 _TRIAL_ITEMS, _TRIAL_RUNS = 4, 3
 _GROWTHS = 4
@@ -139,31 +143,24 @@ def bench_size(
                 rows += unserved
                 continue
             bench = _Bench(spec, ranks, sides, size, problems, reference, cache_bytes)
-            contender = CallBeside(spec.device, name, sms)
-            progress(f"{where} checking {contender.label}")
-            of_calls = admit(
-                spec.of_kernel(),
-                ranks,
-                contender,
-                size,
-                problems,
-                reference,
-                lambda calls, count: Alone(sides, sides.lane(calls, _TRIAL_ITEMS)),
-            )
-            for shape in shapes:
-                row = blank(shape.inner, shape.columns, shape.gated)
-                row.sets, row.outcome, row.reason = len(problems), of_calls.outcome, of_calls.reason
-                row.numerics = "failed" if of_calls.outcome == "numerics failed" else "not checked"
-                if isinstance(of_calls.timer, Alone):
-                    row.kernel, row.call_sms = contender.kernel_name(), contender.taken_sms(size, spec.world_size)
-                    row.residual_form = residual_form(contender, size)
+            contenders: list[Contender] = [CallBeside(spec.device, name, sms)]
+            if name == HOST:
+                contenders.append(HostCopies())
+            for contender in contenders:
+                progress(f"{where} checking {contender.label}")
+                of_calls = admit(
+                    spec.of_kernel(),
+                    ranks,
+                    contender,
+                    size,
+                    problems,
+                    reference,
+                    lambda calls, count: Alone(sides, sides.lane(calls, _TRIAL_ITEMS)),
+                )
+                for shape in shapes:
                     progress(f"{where} timing {contender.label}, and GEMMs {shape}")
-                    try:
-                        bench.measure(row, contender, of_calls.timer, shape)
-                    except UnavailableError as error:
-                        row.outcome, row.reason = "error", str(error)
-                rows.append(row)
-                _free(ranks, spec.device)
+                    row = blank(shape.inner, shape.columns, shape.gated, contender.kind)
+                    rows.append(bench.row(row, contender, of_calls, shape))
     return rows
 
 
@@ -197,7 +194,23 @@ class _Bench:
     reference: SizeReference
     cache_bytes: int
 
-    def measure(self, row: BesideRow, contender: CallBeside, trial: Alone, shape: GemmShape) -> None:
+    def row(self, row: BesideRow, contender: Contender, of_calls: ContenderAtSize, shape: GemmShape) -> BesideRow:
+        """Fill the row, whatever became of the contender."""
+        row.sets, row.outcome, row.reason = len(self.problems), of_calls.outcome, of_calls.reason
+        row.numerics = "failed" if of_calls.outcome == "numerics failed" else "not checked"
+        if isinstance(of_calls.timer, Alone):
+            if isinstance(contender, CallBeside):
+                row.kernel = contender.kernel_name()
+                row.call_sms = contender.taken_sms(self.size, self.spec.world_size)
+                row.residual_form = residual_form(contender, self.size)
+            try:
+                self.measure(row, contender, of_calls.timer, shape)
+            except UnavailableError as error:
+                row.outcome, row.reason = "error", str(error)
+        _free(self.ranks, self.spec.device)
+        return row
+
+    def measure(self, row: BesideRow, contender: Contender, trial: Alone, shape: GemmShape) -> None:
         """Fill the row with times, evidence and verdict.
 
         Raises:
@@ -242,14 +255,17 @@ class _Bench:
         row.covered = calls_covered and gemms_covered
         judge(row, next((why for why in wrong if why is not None), None), self.spec.device)
 
-    def _wrong(self, contender: CallBeside, timer: AtOnce, call: Watched, product: Watched | None) -> str | None:
-        """What is wrong with the last call of one more run at once; None if nothing is.
+    def _wrong(self, contender: Contender, timer: AtOnce, call: Watched, product: Watched | None) -> str | None:
+        """What is wrong with the last call of one more run at once; None if nothing is, and for a bound, which adds nothing up.
 
         The run writes over NaN, so that rows which nobody writes are seen.
         """
-        poison(*(one.result for one in (call, product) if one is not None))
+        watched = (call, product) if contender.reduces else (product,)
+        poison(*(one.result for one in watched if one is not None))
         self.ranks.barrier()
         timer.run()
+        if not contender.reduces:
+            return None
         failure = failure_of(self.ranks, contender, self.size, _pair(call.result), self.reference)
         return None if failure is None else f"of a call that ran beside GEMMs: {failure}"
 

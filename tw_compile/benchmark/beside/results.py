@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tw_compile.benchmark.beside.spec import CALL_AT_MOST, GEMM_AT_MOST
+from tw_compile.benchmark.spec import ContenderKind
 from tw_compile.harness.measure import percentiles
 from tw_compile.harness.rows import Outcome, csv_of
 
@@ -33,6 +34,7 @@ class BesideRow:
             runs and ranks. Below 0: the GEMMs ended earlier.
         gemm_lead_us, gemm_tail_us: The same of calls before and after the timed GEMMs.
         covered: Whether the other side ran all the time; None where nothing ran.
+        kind: ``bound`` is of bare copies of the call's bytes by copy engines, in the place of the call.
         gated: Whether the GEMM is of gate and up, two matrices of one input.
         gemm_p50_us: Median microseconds of a GEMM, of the slowest rank; p20 and p80 likewise, and so for all of ``TIMED``.
         gemm_factor: The GEMM beside calls against the same GEMM alone, which leaves as many SMs; medians.
@@ -48,6 +50,7 @@ class BesideRow:
     gemm_inner: int
     gemm_columns: int
     gated: bool
+    kind: ContenderKind = "ours"
     kernel: str | None = None
     call_sms: int | None = None
     residual_form: str | None = None
@@ -105,8 +108,8 @@ class BesideRow:
 
     @property
     def within(self) -> bool | None:
-        """Whether both factors are at most what is asked; None without factors."""
-        if self.gemm_factor is None or self.call_factor is None:
+        """Whether both factors are at most what is asked; None without factors, and for a bound."""
+        if self.gemm_factor is None or self.call_factor is None or self.kind == "bound":
             return None
         return self.gemm_factor <= GEMM_AT_MOST and self.call_factor <= CALL_AT_MOST
 
@@ -119,7 +122,7 @@ def judge(row: BesideRow, failure: str | None, device: str) -> BesideRow:
     if failure is not None:
         row.outcome, row.numerics, row.reason = "numerics failed", "failed", failure
         return row
-    row.numerics = "ok"
+    row.numerics = "ok" if row.kind == "ours" else "not checked"
     if not row.covered:
         row.reason = f"no ratio: {_uncovered(row)}"
         return row

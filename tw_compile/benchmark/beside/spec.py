@@ -149,6 +149,6 @@ def most_steps(spec: BesideSpec) -> int:
     """How often ``run`` calls its progress at most."""
     of_size = 0
     for size in spec.sizes():
-        ways = len(spec.transports) * max(len(spec.sms), 1)
+        ways = 2 * len(spec.transports) * max(len(spec.sms), 1)  # over host memory bare copies, too
         of_size += 1 + ways * (1 + len(spec.gemms_of(size.hidden)))
     return 2 + of_size

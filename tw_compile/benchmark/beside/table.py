@@ -38,9 +38,9 @@ def _print_row(console: Console, row: BesideRow, report: dict[str, Any]) -> None
     for label, timed, against in (
         ("GEMM on all SMs", "gemm", ""),
         (of_leaving, "gemm_leaving", ""),
-        (f"{of_leaving}, beside calls", "gemm_beside", _of_gemm(row)),
-        ("call", "call", ""),
-        ("call beside GEMMs", "call_beside", _factor(row.call_factor)),
+        (f"{of_leaving}, beside {_what(row)}s", "gemm_beside", _of_gemm(row)),
+        (_what(row), "call", ""),
+        (f"{_what(row)} beside GEMMs", "call_beside", _factor(row.call_factor)),
     ):
         p20, p50, p80 = row.span(timed)
         span = "-" if p20 is None else f"{p20:.1f} - {p80:.1f}"
@@ -57,8 +57,13 @@ def _print_row(console: Console, row: BesideRow, report: dict[str, Any]) -> None
 
 
 def _title(row: BesideRow) -> str:
-    calls = f"{row.tokens} tokens x {row.hidden}, {mebibytes(row.nbytes)}, over {row.transport} on {row.sms} SMs"
-    return f"{calls}; GEMM {row.gemm_shape}"
+    size = f"{row.tokens} tokens x {row.hidden}, {mebibytes(row.nbytes)}"
+    way = f"over {row.transport} on {row.sms} SMs" if row.kind == "ours" else "bare copies by copy engines, a bound"
+    return f"{size}, {way}; GEMM {row.gemm_shape}"
+
+
+def _what(row: BesideRow) -> str:
+    return "call" if row.kind == "ours" else "copy"
 
 
 def _of_gemm(row: BesideRow) -> str:
