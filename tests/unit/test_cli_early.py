@@ -94,7 +94,7 @@ REFUSED = [
     (["bench", "beside", "--sms", "33"], "--sms: expected at most 32, the most that a call beside work has, got 33"),
     (
         ["bench", "beside", "--gemm", "8"],
-        "--gemm: expected shapes KxN of positive numbers, separated by commas, got '8'",
+        "--gemm: expected shapes KxN or KxN+N of positive numbers, separated by commas, got '8'",
     ),
     (
         ["bench", "beside", "--transport", "gloo"],

@@ -13,6 +13,9 @@ import pytest
 import torch
 
 from tw_compile import peer_routes
+from tw_compile.benchmark import ours
+from tw_compile.benchmark.spec import MessageSize
+from tw_compile.benchmark.variants import variants
 from tw_compile.harness.requests import RankError
 from tw_compile.kernels.algorithms import ALGORITHMS
 from tw_compile.kernels.collective import peer_access
@@ -196,6 +199,14 @@ def test_a_calibration_times_the_kernels_of_the_route_alone(
     timed = {one.label for one in candidates.candidates(["p2p"]) if one.kind == "ours"}
     assert timed == labels if labels else {"tw-p2p", "tw-stream", "tw-push-two-shot"} <= timed
     assert "tw-host-two-shot" in {one.label for one in candidates.candidates(["host"])}
+
+
+def test_the_benchmark_runs_no_kernel_that_was_not_chosen_for_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ours, "plain_route", lambda gpus: PUSH)
+    size = MessageSize(64, 4096, "bfloat16")
+    obstacles = {one.label: ours.Operator(one).obstacle(size, 2) for one in variants("cuda") if one.over == "p2p"}
+    assert obstacles["tw-push-two-shot"] is None and obstacles["tw-p2p"] is None, "the transport chooses among them"
+    assert "only kernels of the route push" in str(obstacles["tw-stream"])
 
 
 def test_a_program_that_fails_or_hangs_says_why(

@@ -17,10 +17,12 @@ from tw_compile.harness.problems import Problem
 from tw_compile.harness.ranks import Ranks
 from tw_compile.kernels.algorithms import ALGORITHMS
 from tw_compile.kernels.collective.algorithm import Algorithm
+from tw_compile.kernels.collective.peer_access import plain_route
 from tw_compile.kernels.collective.prefetch import MOST_TOKENS
 from tw_compile.kernels.collective.spec import Request
 from tw_compile.kernels.collective.transport import Transport, node_facts
 from tw_compile.kernels.collective.transports import TRANSPORTS, choose_transport
+from tw_compile.kernels.transports.selection import P2P
 
 NO_MULTICAST = "needs NVLink multicast: there is none here, or it is turned off (TORCH_SYMM_MEM_DISABLE_MULTICAST=1)"
 
@@ -49,12 +51,17 @@ class Operator(Contender):
         return self._variant.transport(self._sms)
 
     def obstacle(self, size: MessageSize, world_size: int) -> str | None:
-        """Why it can't serve this size: no peer access, no multicast, or nothing to prefetch. Others show at the first call."""
+        """Why it can't serve this size: no peer access, no multicast, another route over the link, or nothing to
+        prefetch. Others show at the first call."""
         facts = node_facts(TRANSPORTS[self._variant.over].device_types[0], world_size)
         if not facts.peer_access:
             choice = choose_transport(facts, size.hidden, size.element_bytes, self._variant.over)
             if choice.name is None:
                 return choice.reason
+        if self.algorithm is not None and self._variant.over == P2P:
+            route = plain_route(range(world_size))
+            if route not in ("", ALGORITHMS[self.algorithm].plain_link):
+                return f"over links without native atomics only kernels of the route {route} run here"
         if self._variant.needs_multicast and not multicast_here():
             return f"{self._variant.over} {NO_MULTICAST}"
         if self.prefetch_bytes and size.tokens > MOST_TOKENS:

@@ -103,9 +103,13 @@ def settle(measures: bool, coming_seconds: float) -> None:
 
 def _own_answer() -> Answer:
     ranks = dist.get_world_size()
-    if ranks != local_world_size() or not peer_access() or not needs_trial(ranks):
+    try:
+        if ranks != local_world_size() or not peer_access() or not needs_trial(ranks):
+            return "no", ""
+        tried = peer_routes.in_use()
+    except Exception as error:
+        logger.warning("tw_compile: nothing is known of links without native atomics: %s", one_line(error))
         return "no", ""
-    tried = peer_routes.in_use()
     return ("try", "") if tried is None or tried.ranks < ranks else ("known", peer_routes.text_of(tried))
 
 
