@@ -192,8 +192,8 @@ TRANSPORTS: Registry[TransportEntry] = Registry(
             wires=CODED_WIRES,
             exact_halves=ExactHalves(
                 P2P_HALVES_BYTES,
-                "on two H100 Llama-3.1-8B was as fast in exact halves as whole in codes at 16 MiB, and 1.06x as fast at 32 MiB; "
-                "on four H100 Llama-3.3-70B took 744 us in exact halves at 16 MiB, and would take about 772 whole in codes",
+                "on two H100 Llama-3.1-8B was as fast in exact halves as whole in codes at 16 MiB, and 1.06x as fast at 32; on "
+                "four H100 Llama-3.3-70B took 744 us in exact halves at 16 MiB, and would take about 772 whole in codes",
             ),
         ),
         TransportEntry(
