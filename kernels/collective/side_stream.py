@@ -47,6 +47,7 @@ import torch
 from tw_compile import compat
 from tw_compile.kernels.collective.spec import Request
 from tw_compile.kernels.collective.transport import Started
+from tw_compile.kernels.collective.transports import MOST_CLUSTER
 
 _CLUSTER_MIN_SMS = 100
 _IN_TURN = -1
@@ -80,16 +81,17 @@ def events_of(device: torch.device, group_name: str, slot: int) -> Events:
     return _new_events()
 
 
-def cluster_size(ctas: int, device: torch.device) -> int:
+def cluster_size(ctas: int, device: torch.device, most: int = MOST_CLUSTER) -> int:
     """The number of CTAs in a cluster, for a call with ``ctas`` CTAs and one CTA on each SM.
 
-    The size divides ``ctas`` and is at most 8, which every GPU allows. On small GPUs it is 1, because a place for a whole
-    cluster must always become free, see ``kernels/runtime/barrier.py``. A call of four CTAs gets clusters of two: in a
-    captured graph a GEMM may start first, and if it leaves four SMs, these are two pairs that hardly lie in one group (GPC).
+    The size divides ``ctas`` and is at most ``most``, a power of two up to 8, which every GPU allows. On small GPUs it is 1,
+    because a place for a whole cluster must always become free, see ``kernels/runtime/barrier.py``. A call of four CTAs gets
+    clusters of two: in a captured graph a GEMM may start first, and if it leaves four SMs, these are two pairs that hardly lie
+    in one group (GPC).
     """
     if torch.cuda.get_device_properties(device).multi_processor_count < _CLUSTER_MIN_SMS:
         return 1
-    return next(size for size in ((8, 4, 2, 1) if ctas > 4 else (2, 1)) if ctas % size == 0)
+    return next(size for size in ((8, 4, 2, 1) if ctas > 4 else (2, 1)) if size <= most and ctas % size == 0)
 
 
 def start_beside(request: Request, launch: Callable[[Request], Started], in_turn: bool = False) -> Started:

@@ -439,6 +439,6 @@ def test_empty_messages_and_those_without_room_are_not_beside_other_work(
 def test_ctas_come_in_clusters_that_divide_them(monkeypatch: pytest.MonkeyPatch, ctas: int, size: int) -> None:
     sms = 132
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=sms))
-    assert cluster_size(ctas, DEVICE) == size
+    assert cluster_size(ctas, DEVICE) == size and cluster_size(ctas, DEVICE, 2) == min(size, 2)
     sms = 96
     assert cluster_size(ctas, DEVICE) == 1

@@ -28,6 +28,7 @@ from tw_compile.kernels.collective.side_stream import cluster_size
 from tw_compile.kernels.collective.slot import HOST_MAX_CTAS as MAX_CTAS
 from tw_compile.kernels.collective.slot import OUTBOX, GroupState, Slot
 from tw_compile.kernels.collective.spec import Request
+from tw_compile.kernels.collective.transports import HOST_CLUSTER
 from tw_compile.kernels.collective.wires import EXACT, WIRES
 
 WORKERS = 512
@@ -212,15 +213,10 @@ class HostRows(RowKernel):
         }
 
     def _cluster(self, request: Request, state: GroupState) -> int:
-        """CTAs of a cluster: two beside other work (``side_stream.py``) on devices that have clusters.
-
-        Calls through host memory follow each other, so most begin while a GEMM runs. cuBLAS plans a GEMM that leaves SMs for
-        clusters of up to eight. What these leave is pairs of SMs in different groups, where larger clusters have no place
-        before the GEMM ends.
-        """
+        """CTAs of a cluster: may be more than one beside other work (``side_stream.py``) on devices that have clusters."""
         if not request.overlap_sms or torch.cuda.get_device_capability(state.device) < HOPPER:
             return 1
-        return min(2, cluster_size(self._ctas(request, state), state.device))
+        return cluster_size(self._ctas(request, state), state.device, HOST_CLUSTER)
 
     def _ctas(self, request: Request, state: GroupState) -> int:
         groups = self._own_shape(request, state).groups
