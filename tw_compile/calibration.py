@@ -7,16 +7,14 @@ node with another driver or other kernels has another file. Two processes may wr
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from tw_compile.files import read_if_there, user_folder, write_whole
+from tw_compile.files import keep, name_of_node, read_if_there, user_folder
 from tw_compile.gating.table import Table, read_table, table_text
 from tw_compile.kernels.transports import selection
 from tw_compile.kernels.transports.selection import Step, steps_of
@@ -53,9 +51,7 @@ class MeasuredOn:
 
     @property
     def file_name(self) -> str:
-        words = re.sub("[^a-z0-9]+", "-", self.device_name.lower()).strip("-")
-        digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
-        return f"{words}-tp{self.world_size}-{digest[:12]}.json"
+        return name_of_node(f"{self.device_name} tp{self.world_size}", asdict(self)) + ".json"
 
 
 @dataclass(frozen=True)
@@ -174,17 +170,7 @@ def _read(file: Path) -> Calibration | None:
 
 def store(folder: Path | None, calibration: Calibration) -> Path | None:
     """Write the file and return its path; where that fails, warn and return None. The next process then measures again."""
-    if folder is None:
-        logger.warning("tw_compile: the calibration is not kept, as this user has no home")
-        return None
-    file = folder / calibration.measured_on.file_name
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(file, text_of(calibration))
-    except OSError as error:
-        logger.warning("tw_compile: the calibration is not kept: %s", error)
-        return None
-    return file
+    return keep(folder, calibration.measured_on.file_name, text_of(calibration), "the calibration")
 
 
 def merged_table(calibrations: Iterable[Calibration], device_class: str) -> Table | None:

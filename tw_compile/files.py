@@ -5,11 +5,18 @@ Anything but a regular file is refused: reading a FIFO would wait for ever.
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 import os
+import re
 import secrets
 import stat
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger("tw_compile")
 
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
 
@@ -52,6 +59,29 @@ def write_whole(file: Path, text: str) -> None:
     except BaseException:
         other.unlink(missing_ok=True)
         raise
+
+
+def name_of_node(device_name: str, facts: Mapping[str, Any]) -> str:
+    """A file name for what was measured on a node: the device's name and a digest of ``facts``, without an ending."""
+    words = re.sub("[^a-z0-9]+", "-", device_name.lower()).strip("-")
+    return f"{words}-{hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]}"
+
+
+def keep(folder: Path | None, name: str, text: str, what: str) -> Path | None:
+    """Write ``text`` to a file in ``folder``, which need not exist, and return its path.
+
+    Where that fails, one warning says of ``what``, and the result is None. ``folder`` is None where the user has no home.
+    """
+    if folder is None:
+        logger.warning("tw_compile: %s is not kept, as this user has no home", what)
+        return None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / name, text)
+    except OSError as error:
+        logger.warning("tw_compile: %s is not kept: %s", what, error)
+        return None
+    return folder / name
 
 
 def user_folder(environment: Mapping[str, str] = os.environ) -> Path | None:

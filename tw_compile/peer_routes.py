@@ -14,14 +14,13 @@ torch, device or version of this package has another file. This module needs no 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import re
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from tw_compile.files import read_if_there, user_folder, write_whole
+from tw_compile.files import keep, name_of_node, read_if_there, user_folder
 from tw_compile.sources import source_digest
 
 logger = logging.getLogger("tw_compile")
@@ -46,9 +45,7 @@ class TriedOn:
 
     @property
     def file_name(self) -> str:
-        words = re.sub("[^a-z0-9]+", "-", self.device_name.lower()).strip("-")
-        digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
-        return f"{words}-{digest[:12]}.json"
+        return name_of_node(self.device_name, asdict(self)) + ".json"
 
 
 @dataclass(frozen=True)
@@ -156,17 +153,7 @@ def stored(folder: Path | None, on: TriedOn) -> Tried | None:
 
 def store(folder: Path | None, tried: Tried) -> Path | None:
     """Write the file and return its path; where that fails, warn and return None. The next process then tries again."""
-    if folder is None:
-        logger.warning("tw_compile: what was tried of this node is not kept, as this user has no home")
-        return None
-    file = folder / tried.on.file_name
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(file, text_of(tried))
-    except OSError as error:
-        logger.warning("tw_compile: what was tried of this node is not kept: %s", error)
-        return None
-    return file
+    return keep(folder, tried.on.file_name, text_of(tried), "what was tried of this node")
 
 
 _alone: list[str] = []
