@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tw_compile import peer_routes
 from tw_compile.hosts.vllm.flashinfer import Peers
 from tw_compile.hosts.vllm.peers import links_for_kernels, peers_of
 
@@ -49,6 +51,22 @@ def test_a_link_has_atomics_if_the_library_says_so_or_if_it_is_of_nvlinks(monkey
     for refused, has in (({nvlink}, True), ({atomics}, True), ({nvlink, atomics}, False)):
         plant(monkeypatch, refused)
         assert links_for_kernels(3) == (True, has, True) and links_for_kernels(2) == (True, True, True)
+
+
+def test_kernels_that_were_tried_over_a_link_make_up_for_its_atomics(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from vllm.platforms import current_platform
+
+    plant(monkeypatch, {(1, 0, 2), (1, 0, 3)}, gpus=2)
+    monkeypatch.setattr(type(current_platform), "get_device_name", lambda self, device_id=0: "NVIDIA L40S")
+    monkeypatch.setattr(peer_routes, "default_folder", lambda: tmp_path)
+    on = peer_routes.on_device("NVIDIA L40S")
+    for route, atomics in (("push", True), ("pull", True), ("host", False)):
+        peer_routes.store(tmp_path, peer_routes.Tried(on, 2, route, {}, {}))
+        assert links_for_kernels(2) == (True, atomics, True)
+    peer_routes.store(tmp_path, peer_routes.Tried(peer_routes.on_device("NVIDIA L4"), 2, "push", {}, {}))
+    assert links_for_kernels(2) == (True, False, True), "of another device"
 
 
 def test_the_switch_is_told_beside_the_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
