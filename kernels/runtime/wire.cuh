@@ -15,6 +15,8 @@
 template <typename T>
 struct Exact {
   static constexpr bool CODED = false;
+  static constexpr int WORDS = 0;
+  static constexpr bool FEW_WORDS = false;
   static constexpr int ROW = HIDDEN;  // elements
   static constexpr uint64_t ROW_BYTES = HIDDEN * sizeof(T);
   static constexpr int STAGED_BYTES = sizeof(Eight<T>);  // bytes of eight columns in shared memory
@@ -27,6 +29,7 @@ struct Exact {
   static DEVICE T* at(T* row, Place column) { return row + column; }
   template <typename Place>
   static DEVICE const T* at(const T* row, Place column) { return row + column; }
+  static DEVICE const uint8_t* word_in(const uint8_t*, uint32_t) { return nullptr; }
   template <int COUNT>
   static DEVICE void encode(Piece (&pieces)[COUNT], const Eight<T> (&eights)[COUNT]) {
     for (int v = 0; v < COUNT; ++v) pieces[v] = eights[v];
@@ -187,12 +190,14 @@ struct Codes {
   static constexpr int BITS = BITS_;
   static constexpr bool CODED = true;
   static constexpr int LANES = COLUMNS / 8;  // lanes that hold a group
+  static constexpr int WORDS = HIDDEN / COLUMNS;
+  static constexpr bool FEW_WORDS = COLUMNS > 64;  // a warp, with 256 columns, has less than a sector of 32 bytes of them
   static constexpr int LEVELS = (1 << BITS) - 2;
   static constexpr uint64_t WORDS_OFFSET = HIDDEN * BITS / 8;
   // Rounded up to 32 bytes, so that accesses are aligned and no two rows share what a cache loads at a time (travelling_bytes).
   static constexpr uint64_t ROW_BYTES = (WORDS_OFFSET + HIDDEN / COLUMNS * 4 + 31) / 32 * 32;
   static constexpr uint64_t ROW = ROW_BYTES;
-  static constexpr int STAGED_BYTES = 2 * BITS;  // at least the bytes of the codes and of the group's word
+  static constexpr int STAGED_BYTES = 2 * BITS;  // at least the bytes of the codes and of the group's word; codes have half
   using Element = uint8_t;
   using Piece = InCodes<BITS>;
   template <int WIDTH>
@@ -297,6 +302,10 @@ struct Codes {
     return pieces[0];
   }
 
+  static DEVICE uint8_t* word_at(const uint8_t* row, uint32_t group) { return (uint8_t*)row + WORDS_OFFSET + group * 4; }
+  // The word of the column's group, if the words of a row lie at `words`.
+  static DEVICE const uint8_t* word_in(const uint8_t* words, uint32_t column) { return words + column / COLUMNS * 4; }
+
   static DEVICE InRow<Codes> at(const uint8_t* row, uint32_t column) {
     static_assert(HIDDEN % COLUMNS == 0, "rows are whole groups");
     return {(uint8_t*)row + column * BITS / 8, (uint8_t*)row + WORDS_OFFSET + column / COLUMNS * 4, column % COLUMNS == 0};
@@ -325,6 +334,38 @@ template <typename Row, int BITS, int WIDTH>
 DEVICE void store(InRow<Row> place, const InCodes<BITS, WIDTH>& piece) {
   store_global(place.codes, piece.codes);
   if (place.first_of_group) store_global(place.word, piece.word);
+}
+
+// Rows whose words gather in shared memory, so that few threads move them together. Stores a thread's part of a row; `words`
+// are those of the row. If not GATHERS, the word is stored with the codes.
+template <bool GATHERS, typename T>
+DEVICE void store_gathering(T* to, const Eight<T>& piece, uint32_t*, uint32_t) {
+  store(to, piece);
+}
+template <bool GATHERS, typename Row, int BITS, int WIDTH>
+DEVICE void store_gathering(InRow<Row> to, const InCodes<BITS, WIDTH>& piece, uint32_t* words, uint32_t column) {
+  if constexpr (!GATHERS) return store(to, piece);
+  store_global(to.codes, piece.codes);
+  if (to.first_of_group) *(uint32_t*)Row::word_in((uint8_t*)words, column) = piece.word[0];
+}
+// For a whole warp, when all words have gathered.
+template <typename Row>
+DEVICE void store_words(typename Row::Element* row, const uint32_t* words, uint32_t lane) {
+  if constexpr (Row::CODED)
+    for (int first = 0; first < Row::WORDS; first += 32) {
+      if (first + lane >= Row::WORDS) break;
+      const uint32_t word[1] = {words[first + lane]};
+      store_global(Row::word_at(row, first + lane), word);
+    }
+}
+// For all GROUP threads of a row: copies its words to shared memory.
+template <typename Row, int GROUP>
+DEVICE void ask_words(const typename Row::Element* row, uint8_t* to, uint32_t thread) {
+  if constexpr (Row::CODED)
+    for (int first = 0; first < Row::WORDS; first += GROUP) {
+      if (first + thread >= Row::WORDS) break;
+      copy_to_shared<4>(to + (first + thread) * 4, Row::word_at(row, first + thread));
+    }
 }
 
 namespace wires {

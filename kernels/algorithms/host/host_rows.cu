@@ -43,7 +43,10 @@
 // CTA b waits only for CTAs b of other ranks. So a call ends if on every rank one of its CTAs at a time can run.
 //
 // With a wire (wire.cuh) partial sums travel to the owners of their rows in codes, and so do the normalised rows from their
-// owners; see push.cu.
+// owners; see push.cu. A warp has the codes of a few groups of columns. If each warp moved the words of its groups, they would
+// be transactions of a few bytes, half as many as those of the codes. So a row's words are gathered in shared memory, and
+// neighbouring threads move them. Warp 0 stores them behind the turn's barrier, before it counts what the turn has done. Where
+// the groups of partial sums are narrow, a warp has words enough, and moves them itself.
 //
 // Set by definitions, beside those of row.cuh, wire.cuh and EPILOGUE: WORLD_SIZE, THREADS (of a row), GROUPS, ONE_SHOT, RING,
 // AHEAD, BEHIND, RESULT_RING, DEPTH (0: rows are loaded when they are added up), MAX_CTAS, SHARED_BYTES, RESIDUAL_SHARDED,
@@ -116,10 +119,15 @@ enum Counter { SENT, COMPUTED, READ, TAKEN, COUNTERS };
 
 // Shared memory of one turn of what comes from the peers: partial sums, and results of an earlier turn. Each thread has bytes
 // of its own.
-inline constexpr int SUM_BYTES = SumRow::STAGED_BYTES;
-inline constexpr int RESULT_BYTES = ONE_SHOT ? 0 : ResultRow::STAGED_BYTES;
+inline constexpr bool GATHERS = DEPTH > 0 && SumRow::FEW_WORDS;  // then a row's words lie behind the threads' bytes
+inline constexpr int SUM_BYTES = SumRow::STAGED_BYTES / (GATHERS ? 2 : 1);
+inline constexpr int RESULT_BYTES = ONE_SHOT ? 0 : ResultRow::STAGED_BYTES / (GATHERS && ResultRow::CODED ? 2 : 1);
 inline constexpr int KEPT_BYTES = !ONE_SHOT && RESIDUAL_OUT == ALL_ROWS ? sizeof(Eight<RESIDUAL_OUT_TYPE>) : 0;
-inline constexpr int STAGE_BYTES = PEERS * VECTORS * (SUM_BYTES + RESULT_BYTES + KEPT_BYTES) * WORKERS;
+inline constexpr int SUM_WORDS = GATHERS ? SumRow::WORDS : 0, RESULT_WORDS = GATHERS ? ResultRow::WORDS : 0;
+inline constexpr int WORDS_OFFSET = PEERS * VECTORS * (SUM_BYTES + RESULT_BYTES + KEPT_BYTES) * WORKERS;
+inline constexpr int STAGE_BYTES = (WORDS_OFFSET + PEERS * GROUPS * (SUM_WORDS + RESULT_WORDS) * 4 + 15) / 16 * 16;
+// Words that are gathered before they leave: of the rows that a turn sends, then of those that it computes. There are two sets.
+inline constexpr int LEAVING_WORDS = GROUPS * (STEPS * SUM_WORDS + RESULT_WORDS);
 
 struct Shared {
   uint8_t* halves[WORLD_SIZE];           // of this CTA and call, by rank
@@ -130,7 +138,7 @@ struct Shared {
   float maxima[GROUPS][WARPS];
 #endif
 };
-inline constexpr int STAGES_OFFSET = (sizeof(Shared) + 127) / 128 * 128;
+inline constexpr int STAGES_OFFSET = (sizeof(Shared) + 2 * LEAVING_WORDS * 4 + 127) / 128 * 128;
 static_assert(STAGES_OFFSET + DEPTH * STAGE_BYTES <= SHARED_BYTES, "the launch gives less shared memory than this needs");
 
 // Peer number `step` (0 .. PEERS-1) after `rank`; what this rank sends to it lies in section `step` of this rank's outbox, and
@@ -140,6 +148,7 @@ DEVICE int peer_after(int rank, int step) { return (rank + 1 + step) % WORLD_SIZ
 struct Cta {
   const HostRowsParams& p;
   Shared& shared;
+  uint32_t* leaving;
   uint8_t* stages;
   uint32_t base;  // the value of all counters at the begin of the call
   int turns;
@@ -256,7 +265,26 @@ struct Worker {
     SumRow::Element* const to = sent_row(p.rank, step, turn);
     SumRow::PieceOf<Sent::WIDTH> pieces[Sent::VECTORS];
     SumRow::encode(pieces, row);
-    Sent::each(thread, [&](int v, Column column) { store(SumRow::at(to, column), pieces[v]); });
+    Sent::each(thread, [&](int v, Column column) {
+      store_gathering<GATHERS>(SumRow::at(to, column), pieces[v], sums_leaving(turn, step), column);
+    });
+  }
+
+  // Where the words of this group's row gather that a turn sends to a peer, or computes.
+  DEVICE uint32_t* sums_leaving(int turn, int step) const {
+    return cta.leaving + (turn & 1) * LEAVING_WORDS + (group * STEPS + step) * SUM_WORDS;
+  }
+  DEVICE uint32_t* result_leaving(int turn) const {
+    return cta.leaving + (turn & 1) * LEAVING_WORDS + GROUPS * STEPS * SUM_WORDS + group * RESULT_WORDS;
+  }
+  // For the first warp of a group: stores the words of rows that it sent in this turn, and computed in the one before.
+  DEVICE void store_gathered(int turn, int computed) const {
+    if constexpr (GATHERS)
+      for (int step = 0; step < STEPS; ++step)
+        if (sends(turn, step)) store_words<SumRow>(sent_row(p.rank, step, turn), sums_leaving(turn, step), thread);
+    if constexpr (GATHERS && ResultRow::CODED)
+      if (computes(computed))
+        store_words<ResultRow>((ResultRow::Element*)computed_row(p.rank, computed), result_leaving(computed), thread);
   }
   DEVICE void send(int turn) {
     if (turn >= RING) cta.await(READ, turn - RING + 1, known[READ]);
@@ -288,8 +316,12 @@ struct Worker {
 
   // Where the threads' bytes of a vector lie in the stage of a turn, behind `before` bytes of each thread's vectors.
   DEVICE uint8_t* staged(uint32_t turn, int step, int v, int before, int bytes) const {
-    uint8_t* const stage = cta.stages + turn % (DEPTH > 0 ? DEPTH : 1) * STAGE_BYTES + PEERS * VECTORS * WORKERS * before;
-    return stage + (step * VECTORS + v) * WORKERS * bytes;
+    return stage_of(turn) + PEERS * VECTORS * WORKERS * before + (step * VECTORS + v) * WORKERS * bytes;
+  }
+  DEVICE uint8_t* stage_of(uint32_t turn) const { return cta.stages + turn % (DEPTH > 0 ? DEPTH : 1) * STAGE_BYTES; }
+  // Where the words of a row lie there, behind `before` words of each row.
+  DEVICE uint8_t* staged_words(uint32_t turn, int step, int before, int words) const {
+    return stage_of(turn) + WORDS_OFFSET + (PEERS * GROUPS * before + (step * GROUPS + group) * words) * 4;
   }
   template <int WIDTH = 8, typename T>
   DEVICE void ask_vector(const T* from, uint8_t* to) const {
@@ -298,22 +330,23 @@ struct Worker {
       copy_to_shared<PIECE>(to + (piece * WORKERS + worker) * PIECE, (const uint8_t*)from + piece * PIECE);
   }
   template <typename T>
-  DEVICE void get_vector(Eight<T>& eight, const uint8_t* from) const {
+  DEVICE void get_vector(Eight<T>& eight, const uint8_t* from, const uint8_t* = nullptr) const {
     constexpr int PIECE = smaller(sizeof eight, 16);
     for_pieces(eight, [&](auto& words, int offset) { load_shared(words, from + offset * WORKERS + worker * PIECE); });
   }
 
-  // All threads' codes, then the words of their groups. The stage of a wide piece is that of two vectors.
+  // The stage of a wide piece is that of two vectors. If words are gathered, threads ask for other groups' words, so all of
+  // them must meet before one reads a word.
   template <int WIDTH = 8, typename Travelling>
   DEVICE void ask_vector(InRow<Travelling> from, uint8_t* to) const {
     constexpr int BYTES = Travelling::BITS * WIDTH / 8;
     copy_to_shared<BYTES>(to + worker * BYTES, from.codes);
-    copy_to_shared<4>(to + WORKERS * BYTES + worker * 4, from.word);
+    if constexpr (!GATHERS) copy_to_shared<4>(to + WORKERS * BYTES + worker * 4, from.word);
   }
   template <int BITS, int WIDTH>
-  DEVICE void get_vector(InCodes<BITS, WIDTH>& piece, const uint8_t* from) const {
+  DEVICE void get_vector(InCodes<BITS, WIDTH>& piece, const uint8_t* from, const uint8_t* word) const {
     load_shared(piece.codes, from + worker * sizeof piece.codes);
-    load_shared(piece.word, from + WORKERS * sizeof piece.codes + worker * 4);
+    load_shared(piece.word, GATHERS ? word : from + WORKERS * sizeof piece.codes + worker * 4);
   }
 
   // Asks for the peers' partial sums of a turn, and for their results of the earlier turn that is taken together with it.
@@ -327,6 +360,7 @@ struct Worker {
             Row::each(thread, [&](int v, Column column) {
               ask_vector(SumRow::at(from, column), staged(turn, peer, v, 0, SUM_BYTES));
             });
+            if constexpr (GATHERS) ask_words<SumRow, THREADS>(from, staged_words(turn, peer, 0, SUM_WORDS), thread);
           }
       }
       if constexpr (!ONE_SHOT) {
@@ -338,6 +372,8 @@ struct Worker {
               uint8_t* const to = staged(turn, step, v * Taken::EIGHTS, SUM_BYTES, RESULT_BYTES);
               ask_vector<Taken::WIDTH>(ResultRow::at((const ResultRow::Element*)from, column), to);
             });
+            uint8_t* const words = staged_words(turn, step, SUM_WORDS, RESULT_WORDS);
+            if constexpr (GATHERS) ask_words<ResultRow, THREADS>((const ResultRow::Element*)from, words, thread);
             if constexpr (RESIDUAL_OUT == ALL_ROWS)
               Row::each(thread, [&](int v, Column column) {
                 ask_vector((const RESIDUAL_OUT_TYPE*)(from + HIDDEN_ROW) + column,
@@ -372,7 +408,8 @@ struct Worker {
 #pragma unroll
     for (int peer = 0; peer < PEERS; ++peer) {
       if constexpr (DEPTH > 0)
-        get_vector(got[peer], staged(turn, peer, v, 0, SUM_BYTES));
+        get_vector(got[peer], staged(turn, peer, v, 0, SUM_BYTES),
+                   SumRow::word_in(staged_words(turn, peer, 0, SUM_WORDS), column));
       else
         load_strong(got[peer], SumRow::at(row_from(peer, turn), column));
     }
@@ -402,7 +439,8 @@ struct Worker {
       Taken::each(thread, [&](int v, Column column) {
         ResultRow::PieceOf<Taken::WIDTH> result;
         if constexpr (DEPTH > 0)
-          get_vector(result, staged(turn, step, v * Taken::EIGHTS, SUM_BYTES, RESULT_BYTES));
+          get_vector(result, staged(turn, step, v * Taken::EIGHTS, SUM_BYTES, RESULT_BYTES),
+                     ResultRow::word_in(staged_words(turn, step, SUM_WORDS, RESULT_WORDS), column));
         else
           load_strong(result, ResultRow::at((const ResultRow::Element*)from, column));
 #if SCALE_COLUMNS
@@ -450,6 +488,10 @@ struct Worker {
       float h[VECTORS][8];
       if constexpr (DEPTH > 0) {
         if (computing >= 0) copies_wait<(DEPTH > 0 ? DEPTH - 1 : 0)>();
+        if (GATHERS && computing >= 0) {
+          warp_sync();
+          barrier_sync(1, WORKERS);
+        }
         if (!ONE_SHOT && taking >= 0) take(computing);
       } else {
         if (computing >= 0 && computing < turns) cta.await(SENT, computing + 1, known[SENT]);
@@ -462,6 +504,11 @@ struct Worker {
       }
       warp_sync();
       barrier_sync(1, WORKERS);
+      if (GATHERS && worker < 32) {
+#pragma unroll 1
+        for (int group = 0; group < GROUPS; ++group) Worker(cta, group * THREADS + worker).store_gathered(turn, computing - 1);
+        warp_sync();
+      }
       if (worker < COUNTERS) {
         // Selected, as an array would lie in local memory.
         const int sent_or_computed = worker == SENT ? turn + 1 : ONE_SHOT ? 0 : computing;
@@ -474,6 +521,7 @@ struct Worker {
           if (computing >= RESULT_RING) cta.await(TAKEN, computing - RESULT_RING + 1, known[TAKEN]);
         const auto factor = row_factor(total<WARPS>(partials), p.eps);
         uint8_t* const to = computed_row(p.rank, computing);
+        [[maybe_unused]] uint32_t* const words = result_leaving(computing);
 #if SCALE_COLUMNS
         const auto scales =
             scales_of_row<THREADS>(h, factor, weight, p.weight_offset, cta.shared.maxima[group], thread, 2 + group);
@@ -491,7 +539,8 @@ struct Worker {
           const auto piece = quantised(h[v], factor, weight.vectors[v], p.weight_offset, scales.of(v));
           if (!in_row) return;
           store_result(p.hidden, p.tokens, row, column, piece);
-          if constexpr (!ONE_SHOT) store(ResultRow::at((ResultRow::Element*)to, column), piece);
+          if constexpr (!ONE_SHOT)
+            store_gathering<GATHERS>(ResultRow::at((ResultRow::Element*)to, column), piece, words, column);
         });
 #else
         Eight<HIDDEN_TYPE> results[VECTORS];
@@ -502,7 +551,8 @@ struct Worker {
         ResultRow::encode_and_receive(pieces, results);
         Row::each(thread, [&](int v, Column column) {
           store(p.hidden + row * HIDDEN + column, results[v]);
-          if constexpr (!ONE_SHOT) store(ResultRow::at((ResultRow::Element*)to, column), pieces[v]);
+          if constexpr (!ONE_SHOT)
+            store_gathering<GATHERS>(ResultRow::at((ResultRow::Element*)to, column), pieces[v], words, column);
         });
 #endif
       }
@@ -526,7 +576,7 @@ KERNEL(BLOCK, 1) host_rows(GRID_CONSTANT HostRowsParams p) {
   const int rounds = (rows + GROUPS - 1) / GROUPS - blockIdx.x;  // turns of the whole grid, from this CTA's first one on
   const int turns = (rounds + (int)gridDim.x - 1) / (int)gridDim.x;
   const uint32_t base = p.state[blockIdx.x * 2], calls = p.state[blockIdx.x * 2 + 1];
-  const Cta cta{p, shared, memory + STAGES_OFFSET, base, turns, per_rank};
+  const Cta cta{p, shared, (uint32_t*)(&shared + 1), memory + STAGES_OFFSET, base, turns, per_rank};
   if (thread < WORLD_SIZE)
     shared.halves[thread] = p.outboxes[thread] + HALVES_OFFSET + (blockIdx.x * 2 + (calls & 1)) * p.half_bytes;
   warp_sync();

@@ -27,7 +27,7 @@ from tw_compile.kernels.collective.cuda_variant import (
 from tw_compile.kernels.collective.side_stream import cluster_size
 from tw_compile.kernels.collective.slot import HOST_MAX_CTAS as MAX_CTAS
 from tw_compile.kernels.collective.slot import OUTBOX, GroupState, Slot
-from tw_compile.kernels.collective.spec import Request
+from tw_compile.kernels.collective.spec import FP8, Request
 from tw_compile.kernels.collective.transports import HOST_CLUSTER
 from tw_compile.kernels.collective.wires import EXACT, WIRES
 
@@ -40,6 +40,8 @@ others can read it makes a call longer."""
 MOST_RING_BYTES = 256 * 1024
 """The most bytes of partial sums in a ring. If turns are long, a ring has fewer turns, but at least two."""
 _HALVES = 2
+_WIDE_GROUP = 128
+"""Columns of groups so wide that a warp has less than a sector of their words (``FEW_WORDS`` of wire.cuh)."""
 COUNTERS_BYTES = MAX_CTAS * 64
 _ALIGNMENT = 128
 
@@ -158,18 +160,30 @@ def shape_of(
     peers, each = world_size - 1, -(-hidden_size // VECTOR // threads)
     row_bytes = travelling_bytes(hidden_size, request.x.dtype, wire.sums)
     turn_bytes = (1 if one_shot else peers) * groups * row_bytes
-    computed_bytes, staged = 0, vector_bytes(request.x.dtype, wire.sums)
+    sum_words, result_words = _gathered_words(request) if depth else (0, 0)
+    computed_bytes, staged = 0, vector_bytes(request.x.dtype, wire.sums) // (2 if sum_words else 1)
     if not one_shot:
         computed_bytes = _aligned(result_bytes(request), 16)
-        staged += result_vector_bytes(request)
+        staged += result_vector_bytes(request) // (2 if result_words else 1)
         if request.residual_out == "replicated":
             computed_bytes += hidden_size * norm.residual_dtype.itemsize
             staged += vector_bytes(norm.residual_dtype, None)
-    stage_bytes = depth * peers * each * groups * threads * staged
+    words = 4 * groups * peers * (sum_words + result_words)
+    stage_bytes = depth * _aligned(peers * each * groups * threads * staged + words, 16)
+    stage_bytes += _aligned(2 * 4 * groups * (peers * sum_words + result_words), _ALIGNMENT)
     statistics = statistics_bytes(request, groups, threads // 32)
     shared_bytes = _aligned(16 + 24 * world_size + statistics, _ALIGNMENT) + stage_bytes
     half_bytes = _aligned(ring * turn_bytes + result_ring * groups * computed_bytes, _ALIGNMENT)
     return Shape(threads, groups, ring, ahead, depth, behind, result_ring, shared_bytes, stage_bytes, half_bytes)
+
+
+def _gathered_words(request: Request) -> tuple[int, int]:
+    """Words of groups of a partial sum and of a result, if a row's threads gather them (``GATHERS`` of host_rows.cu)."""
+    hidden_size, norm, wire = request.x.shape[1], request.norm, WIRES[request.wire]
+    if wire.sums is None or wire.sums.group < _WIDE_GROUP:
+        return 0, 0
+    of_result = norm.scale_columns or (wire.results.group if wire.results and norm.hidden_dtype != FP8 else 0)
+    return hidden_size // wire.sums.group, hidden_size // of_result if of_result else 0
 
 
 def _aligned(nbytes: int, alignment: int) -> int:
