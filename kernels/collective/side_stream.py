@@ -18,10 +18,10 @@ that the current stream does after the join reuses the freed memory. So no ``rec
 which CUDA graphs do not replay. Memory that a launch allocates for itself while the side stream is current comes from the side
 stream's pool. Only the side stream reads it, and it is reused in that stream's order.
 
-**First on the SMs.** Both streams have work for the GPU when ``x`` is ready. A GEMM with CTAs on most SMs leaves some SMs free,
-but hardly in one group (GPC), as the kernel's clusters need. So the kernel would begin only when the GEMM has ended. Therefore
-the current stream goes on only when the side stream has passed the fork, by an event (``passed``) between the fork and the
-kernel. A captured graph has no streams, and there such an event would only be one more edge.
+**First on the SMs.** Both streams have work for the GPU when ``x`` is ready. If a GEMM takes all SMs first, the kernel begins
+only when CTAs of the GEMM have ended. Therefore the current stream goes on only when the side stream has passed the fork, by an
+event (``passed``) between the fork and the kernel. A captured graph has no streams, and there such an event would only be one
+more edge.
 
 **In turn.** Where messages share one slow link, the long calls of all slots use one side stream
 (``SlotTransport.in_turn_from``). Two calls at the same time would each get half of the link, and the first call would end as
@@ -33,8 +33,9 @@ recorded on the slot's own side stream.
 CTA holds an SM while it waits for other kernels. ``kernels/runtime/barrier.py`` argues that all kernels make progress.
 
 **Clusters.** GEMMs on Hopper use clusters of two, four or eight SMs of one group (GPC). CTAs without clusters are dealt out to
-all groups in turn, and would break up one of the GEMM's places in each group. In clusters the CTAs are together, and most
-groups stay whole. Nothing else about the kernels is different.
+all groups in turn. Each would break up a pair of SMs that a GEMM needs. In clusters of two CTAs take pairs. Larger clusters
+would leave more groups whole. But many calls begin while a GEMM runs, and what such a GEMM leaves is pairs of SMs in different
+groups: a larger cluster would have no place before the GEMM ends. Nothing else about the kernels is different.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ import torch
 from tw_compile import compat
 from tw_compile.kernels.collective.spec import Request
 from tw_compile.kernels.collective.transport import Started
-from tw_compile.kernels.collective.transports import MOST_CLUSTER
 
+_PAIR = 2
+"""CTAs of a cluster of a call beside other work."""
 _CLUSTER_MIN_SMS = 100
 _IN_TURN = -1
 """Used in place of a slot index for the one side stream of all calls that go in turn, whatever their slots."""
@@ -81,17 +83,15 @@ def events_of(device: torch.device, group_name: str, slot: int) -> Events:
     return _new_events()
 
 
-def cluster_size(ctas: int, device: torch.device, most: int = MOST_CLUSTER) -> int:
-    """The number of CTAs in a cluster, for a call with ``ctas`` CTAs and one CTA on each SM.
+def cluster_size(ctas: int, device: torch.device) -> int:
+    """The number of CTAs in a cluster, for a call with ``ctas`` CTAs and one CTA on each SM: two, or one if that is odd.
 
-    The size divides ``ctas`` and is at most ``most``, a power of two up to 8, which every GPU allows. On small GPUs it is 1,
-    because a place for a whole cluster must always become free, see ``kernels/runtime/barrier.py``. A call of four CTAs gets
-    clusters of two: in a captured graph a GEMM may start first, and if it leaves four SMs, these are two pairs that hardly lie
-    in one group (GPC).
+    On small GPUs it is 1: clusters have not been measured there. ``kernels/runtime/barrier.py`` says why a place for a whole
+    cluster always becomes free.
     """
     if torch.cuda.get_device_properties(device).multi_processor_count < _CLUSTER_MIN_SMS:
         return 1
-    return next(size for size in ((8, 4, 2, 1) if ctas > 4 else (2, 1)) if size <= most and ctas % size == 0)
+    return 1 if ctas % _PAIR else _PAIR
 
 
 def start_beside(request: Request, launch: Callable[[Request], Started], in_turn: bool = False) -> Started:

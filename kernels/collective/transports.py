@@ -32,13 +32,6 @@ NCCL_MAX_HIDDEN = 65536  # one row is one block of the norm kernel: 64 elements 
 NO_PEER_ACCESS = "no peer access between the GPUs"
 NO_PEER_ATOMICS = "the link between the GPUs has no native atomics"
 
-MOST_CLUSTER = 8
-"""CTAs that a cluster can have on every GPU with clusters."""
-HOST_CLUSTER = 2
-"""Calls through host memory follow each other, so most begin while a GEMM runs. cuBLAS plans a GEMM that leaves SMs for
-clusters of up to eight. What these leave is pairs of SMs in different groups, where larger clusters have no place before the
-GEMM ends."""
-
 P2P_HALVES_BYTES = 12 << 20
 """From this message size on, over peer memory, exact rows in halves are at least as fast as codes in whole layers.
 
@@ -110,8 +103,6 @@ class TransportEntry:
         feeds: Whether graphs may have GEMMs that read a call's result before ``wait_`` (``fed_mm.py``). For gloo this is for
             tests.
         wires: The names of the wires that it serves besides ``exact``.
-        beside_cluster: The most CTAs of a cluster of its calls beside other work (``side_stream.py``). What stands in for such
-            calls while GEMMs are timed has as many.
         prefetches: Whether some of its kernels can prefetch weights (``prefetch.py``).
         wire_from_bytes: The message size in bytes from which on rows travel in codes, if no table and no option gives a size.
             None: they never do.
@@ -134,7 +125,6 @@ class TransportEntry:
     wire_from_bytes: int | None = None
     exact_halves: ExactHalves | None = None
     prefetches: bool = False
-    beside_cluster: int = MOST_CLUSTER
 
     def make(self, *arguments: Any) -> Any:
         """Make the :class:`Transport` from its name and ``arguments``; imports its module."""
@@ -225,7 +215,6 @@ TRANSPORTS: Registry[TransportEntry] = Registry(
             preference=1,
             prefetches=True,
             benchmarked=(Benchmarked("tw-host", sharded=False),),
-            beside_cluster=HOST_CLUSTER,
             wires=CODED_WIRES,
             wire_from_bytes=SLOW_LINK_WIRE_BYTES,
         ),

@@ -53,9 +53,9 @@ beside other work that are in flight together may hold at most half of the SMs, 
 (``ops.check_room``). The other half is for the one call of the current stream, and for what that stream computes. If several
 current streams have calls at once, these must be that small, too.
 
-Calls beside other work may come in clusters of up to 8 CTAs, which need 8 free SMs of one group (GPC) at once. Of S SMs in
-8 groups, calls hold at most S/2 - 8 while such a cluster waits to be placed. Suppose that no group had 8 SMs that no call
-holds. Then calls would hold at least S - 7 x 8, which is more than S/2 - 8 for S > 96. So some group has 8 SMs that no call
+Calls beside other work may come in clusters of two CTAs, which need two free SMs of one group (GPC) at once. Of S SMs in
+G groups, calls hold at most S/2 - 2 while such a cluster waits to be placed. Suppose that no group had two SMs that no call
+holds. Then calls would hold at least S - G, which is more than S/2 - 2 for S > 2 G. So some group has two SMs that no call
 holds, and other kernels that run there end.
 
 All ranks start their calls in the same order. In a CUDA graph, calls beside each other are branches, which may share a

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from tw_compile.autotune import measured_reserve as module
 from tw_compile.autotune.hold_sms import hold_program
 from tw_compile.autotune.measured_reserve import Operand, Reserve, choose, measured_reserve
-from tw_compile.kernels.collective.transports import TRANSPORTS
 from tw_compile.kernels.gemm.mm_leaving_sms import mm_leaving_sms
 
 OPERANDS = (Operand((64, 32), (32, 1), torch.bfloat16), Operand((32, 16), (1, 32), torch.bfloat16))
@@ -86,11 +85,11 @@ def test_similar_times_beside_are_measured_once(monkeypatch: pytest.MonkeyPatch)
     capability = (9, 0)
     for busy_us in (0.0, 1.0, 96.0, 104.0):
         measured_reserve(mm_leaving_sms, OPERANDS, torch.device("cuda", 1), 16, busy_us)
-    assert asked == [(mm_leaving_sms, OPERANDS, torch.device("cuda", 1), 16, us, 8) for us in (0, 10, 100, 100)]
+    assert asked == [(mm_leaving_sms, OPERANDS, torch.device("cuda", 1), 16, us) for us in (0, 10, 100, 100)]
 
 
 def test_what_stands_in_for_the_call_has_its_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So a GEMM is timed beside the SMs that the call takes: pairs of any group through host memory, else whole groups."""
+    """So a GEMM is timed beside the SMs that the call takes, which are pairs of any group."""
     held: list[tuple[int, int]] = []
     event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: None, elapsed_time=lambda end: 1.0)
     stream = SimpleNamespace(wait_event=lambda event: None, wait_stream=lambda other: None)
@@ -102,9 +101,8 @@ def test_what_stands_in_for_the_call_has_its_clusters(monkeypatch: pytest.Monkey
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(module, "side_stream", lambda device, slot: stream)
     monkeypatch.setattr(module, "hold_sms", lambda on, ctas, us, cluster=1: held.append((ctas, cluster)))
-    for transport in ("host", "p2p"):
-        module.time_beside(lambda: None, torch.device("cuda", 0), 16, TRANSPORTS[transport].beside_cluster, 50.0)
-    assert [(ctas, cluster) for ctas, cluster in held if ctas > 1] == [(16, 2), (16, 8)]
+    module.time_beside(lambda: None, torch.device("cuda", 0), 16, 50.0)
+    assert [(ctas, cluster) for ctas, cluster in held if ctas > 1] == [(16, 2)]
 
 
 def test_what_a_trial_without_a_matmul_takes_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,9 +128,7 @@ def measure_with(
     """What is found where trials of nothing take ``nothing`` in turn and others ``us``; how long calls were beside these."""
     of_nothing, ran, beside = iter(nothing), [], set()
 
-    def time_beside(
-        matmul: Callable[[], object], device: torch.device, ctas: int, cluster: int, busy_us: float
-    ) -> float:
+    def time_beside(matmul: Callable[[], object], device: torch.device, ctas: int, busy_us: float) -> float:
         before = len(ran)
         matmul()
         if len(ran) == before:
@@ -145,7 +141,7 @@ def measure_with(
     monkeypatch.setattr(module, "time_beside", time_beside)
     operand = Operand((2, 2), (2, 1), torch.bfloat16)
     found = module.measured_once.__wrapped__(
-        lambda a, sms: ran.append(sms), (operand,), torch.device("cpu"), 8, busy_us, 8
+        lambda a, sms: ran.append(sms), (operand,), torch.device("cpu"), 8, busy_us
     )
     assert {*ran} <= {0, 8, 12, 16, 20}
     return found, beside

@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tw_compile import Config, compat
 from tw_compile.autotune.measured_reserve import Operand, Reserve
 from tw_compile.graph.predicates import aten, value
-from tw_compile.kernels.collective.transports import TRANSPORTS
 from tw_compile.kernels.gemm.mm_leaving_sms import gated_mm_leaving_sms, joint_mm_leaving_sms
 from tw_compile.passes.joint import beside, join
 from tw_compile.passes.nodes import annotation
@@ -87,19 +86,6 @@ def test_queries_keys_and_values_are_one_gemm_and_gate_and_up_another_that_gates
         assert sorted(results) == [0, 1, 2] and all(one.target is operator.getitem for one in node.users)
         shapes = [tuple(one.meta["val"].shape) for one in node.users]
         assert shapes == [tuple(node.meta["val"][index].shape) for index in results]
-
-
-@pytest.mark.parametrize("cluster", [2, 8])
-def test_gemms_are_timed_beside_calls_in_clusters_of_their_transport(
-    monkeypatch: pytest.MonkeyPatch, cluster: int
-) -> None:
-    graph, budgets = planned()
-    entry = dataclasses.replace(TRANSPORTS["gloo"], beside_cluster=cluster)
-    monkeypatch.setattr(budgets_module, "TRANSPORTS", {"gloo": entry})
-    asked: list[int] = []
-    monkeypatch.setattr(budgets_module, "measured_reserve", lambda *given: asked.append(given[-1]))
-    reserve_sms(graph, woven(graph, budgets), budgets)
-    assert set(asked) == {cluster}
 
 
 def test_what_is_joint_computes_the_same() -> None:
@@ -301,9 +287,9 @@ def test_it_is_measured_with_all_of_its_matrices(monkeypatch: pytest.MonkeyPatch
     budgets_module.measure_reserve(biased, 8, 50.0, 32)
     budgets_module.measure_reserve(gated, 8, 50.0, 32)
     assert seen == [
-        (joint_mm_of, (rows, *each), CPU, 8, 50.0, 8),
-        (joint_mm_of, (rows, each[0], Operand((64,), (1,), BF16)), CPU, 8, 50.0, 8),
-        (gated_mm_leaving_sms, (rows, *each[:2]), CPU, 8, 50.0, 8),
+        (joint_mm_of, (rows, *each), CPU, 8, 50.0),
+        (joint_mm_of, (rows, each[0], Operand((64,), (1,), BF16)), CPU, 8, 50.0),
+        (gated_mm_leaving_sms, (rows, *each[:2]), CPU, 8, 50.0),
     ]
     a, x, y, b, c = (torch.randn(size) for size in ((3, 4), (4, 5), (4, 6), (5,), (6,)))
     assert all(map(torch.equal, joint_mm_of(a, x, y, 8), (a @ x, a @ y)))

@@ -200,7 +200,7 @@ def test_sizes_that_are_not_known_are_measured_for_the_tokens_of_the_plan(monkey
     product = graph.call_function(torch.ops.aten.mm.default, (left, right))
     assert budgets_module.measure_reserve(product, 8, 50.0, 1024) is None
     operands = Operand((1024, 32), (32, 1), FP32), Operand((32, 48), (48, 1), FP32)
-    assert seen == [(mm_leaving_sms, operands, CPU, 8, 50.0, 8)]
+    assert seen == [(mm_leaving_sms, operands, CPU, 8, 50.0)]
     assert budgets_module.measure_reserve(product, 8, 50.0, 0) is None and len(seen) == 1
     right.meta["val"] = None
     assert budgets_module.measure_reserve(product, 8, 50.0, 1024) is None and len(seen) == 1
@@ -221,7 +221,7 @@ def test_entries_for_experts_are_measured_for_those_of_the_plans_tokens(monkeypa
             node.meta["val"] = one
         budgets_module.measure_reserve(graph.call_function(grouped_mm_leaving_sms, (*nodes, 0)), 8, 50.0, 1024)
     operands = Operand((2048, 32), (32, 1), FP32), Operand((8, 32, 48), (1536, 48, 1), FP32)
-    assert seen == [(grouped_mm_leaving_sms, (*operands, Operand((8,), (1,), torch.int32)), CPU, 8, 50.0, 8)] * 2
+    assert seen == [(grouped_mm_leaving_sms, (*operands, Operand((8,), (1,), torch.int32)), CPU, 8, 50.0)] * 2
 
 
 def test_grouped_gemms_leave_sms_and_compute_the_same() -> None:

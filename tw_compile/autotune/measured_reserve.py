@@ -32,7 +32,6 @@ from tw_compile import compat
 from tw_compile.agree import agreed
 from tw_compile.autotune.hold_sms import hold_sms
 from tw_compile.kernels.collective.side_stream import cluster_size, side_stream
-from tw_compile.kernels.collective.transports import MOST_CLUSTER
 from tw_compile.kernels.runtime.program import FULL_SHARED_MAJORS
 
 _MORE = (0, 4, 8, 12)
@@ -91,13 +90,11 @@ def measured_reserve(
     device: torch.device,
     ctas: int,
     busy_us: float,
-    cluster: int = MOST_CLUSTER,
 ) -> Reserve | None:
     """The best number of SMs to leave to a kernel that has ``ctas`` CTAs for another ``busy_us`` when the matmul begins.
 
     ``matmul``: one of ``mm_leaving_sms.py``; it takes ``operands`` and the number of SMs. ``busy_us``: 0 if the kernel should
-    have ended by then. ``cluster``: the most CTAs of a cluster of that kernel (:attr:`TransportEntry.beside_cluster`). Takes
-    some milliseconds of the device the first time.
+    have ended by then. Takes some milliseconds of the device the first time.
 
     Returns None where nothing can be measured: no device is in use, the stand-in is not for this device, others use the device
     all the time, there is no memory for the operands, or a CUDA graph is being captured.
@@ -110,13 +107,13 @@ def measured_reserve(
         return None
     busy = max(_BUSY_STEP_US, round(busy_us / _BUSY_STEP_US) * _BUSY_STEP_US) if busy_us > 0 else 0
     # A GEMM that is planned for fewer SMs may add up in another order, and ranks may compute the same GEMM.
-    key = f"reserve/{getattr(matmul, '__name__', matmul)}/{operands}/{ctas}/{cluster}/{busy}"
-    return agreed(key, lambda: measured_once(matmul, operands, device, ctas, busy, cluster))
+    key = f"reserve/{getattr(matmul, '__name__', matmul)}/{operands}/{ctas}/{busy}"
+    return agreed(key, lambda: measured_once(matmul, operands, device, ctas, busy))
 
 
 @cache
 def measured_once(
-    matmul: Matmul, operands: tuple[Operand, ...], device: torch.device, ctas: int, busy_us: int, cluster: int
+    matmul: Matmul, operands: tuple[Operand, ...], device: torch.device, ctas: int, busy_us: int
 ) -> Reserve | None:
     with compat.real_tensors(), torch.cuda.device(device), torch.no_grad():
         try:
@@ -124,13 +121,13 @@ def measured_once(
             numbers = (0, *(ctas + more for more in _MORE))
             for sms in numbers:
                 matmul(*tensors, sms)  # chooses and loads its kernel
-            nothing = shortest((0,), lambda sms: time_beside(lambda: None, device, ctas, cluster, 0.0))
+            nothing = shortest((0,), lambda sms: time_beside(lambda: None, device, ctas, 0.0))
             if nothing is None:
                 return None
 
             def trial(sms: int, us: float) -> float:
                 busy = us + nothing[0] if us else 0.0  # the call begins this much earlier than the matmul
-                return time_beside(partial(matmul, *tensors, sms), device, ctas, cluster, busy) - nothing[0]
+                return time_beside(partial(matmul, *tensors, sms), device, ctas, busy) - nothing[0]
 
             return choose(numbers, trial, busy_us)
         except torch.cuda.OutOfMemoryError:
@@ -176,7 +173,7 @@ def as_good_as_the_best(times: Mapping[int, float]) -> list[int]:
     return sorted(sms for sms, us in times.items() if us <= limit)
 
 
-def time_beside(matmul: Callable[[], object], device: torch.device, ctas: int, cluster: int, busy_us: float) -> float:
+def time_beside(matmul: Callable[[], object], device: torch.device, ctas: int, busy_us: float) -> float:
     """Microseconds from the fork of the two streams to the end of the matmul, which begins ``_SETTLE_US`` after the fork.
 
     With ``busy_us`` 0 nothing runs beside the matmul.
@@ -187,7 +184,7 @@ def time_beside(matmul: Callable[[], object], device: torch.device, ctas: int, c
     begin.record(current)
     side.wait_event(begin)
     if busy_us:
-        hold_sms(side, ctas, busy_us, cluster_size(ctas, device, cluster))
+        hold_sms(side, ctas, busy_us, cluster_size(ctas, device))
     hold_sms(current, 1, _SETTLE_US)
     matmul()
     end.record(current)

@@ -28,7 +28,6 @@ from tw_compile.kernels.collective.side_stream import cluster_size
 from tw_compile.kernels.collective.slot import HOST_MAX_CTAS as MAX_CTAS
 from tw_compile.kernels.collective.slot import OUTBOX, GroupState, Slot
 from tw_compile.kernels.collective.spec import FP8, Request
-from tw_compile.kernels.collective.transports import HOST_CLUSTER
 from tw_compile.kernels.collective.wires import EXACT, WIRES
 
 WORKERS = 512
@@ -230,7 +229,7 @@ class HostRows(RowKernel):
         """CTAs of a cluster: may be more than one beside other work (``side_stream.py``) on devices that have clusters."""
         if not request.overlap_sms or torch.cuda.get_device_capability(state.device) < HOPPER:
             return 1
-        return cluster_size(self._ctas(request, state), state.device, HOST_CLUSTER)
+        return cluster_size(self._ctas(request, state), state.device)
 
     def _ctas(self, request: Request, state: GroupState) -> int:
         groups = self._own_shape(request, state).groups

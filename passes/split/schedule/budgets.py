@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from tw_compile.autotune.measured_reserve import Operand, Reserve, measured_rese
 from tw_compile.graph.predicates import aten, is_call, value
 from tw_compile.kernels.collective import ops
 from tw_compile.kernels.collective.spec import MAX_OVERLAP_SMS
-from tw_compile.kernels.collective.transports import MOST_CLUSTER, TRANSPORTS
 from tw_compile.kernels.gemm.mm_leaving_sms import (
     addmm_leaving_sms,
     gated_mm_leaving_sms,
@@ -30,7 +28,6 @@ from tw_compile.kernels.gemm.mm_leaving_sms import (
 )
 from tw_compile.passes import joint
 from tw_compile.passes.nodes import annotation
-from tw_compile.passes.split.analysis.layer import arguments_of
 from tw_compile.passes.split.schedule.windows import DEFAULT_OVERLAP_SMS, Schedule, ScheduledWindow
 from tw_compile.planning import DeviceProfile, Plan, PlannedWindow
 from tw_compile.planning.communication import elementwise_us
@@ -120,7 +117,7 @@ def reserve_sms(graph: fx.Graph, woven: Schedule, budgets: Budgets, measure: Mea
     this is faster. GEMMs that Inductor tunes stay as they are: Inductor's kernels know nothing of a budget. Comes before the
     lock.
     """
-    measure = measure or partial(measure_reserve, cluster=cluster_of_calls(graph))
+    measure = measure or measure_reserve
     done: Leaving = {}
     waiting: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
@@ -200,17 +197,8 @@ class Beside:
         return joint_us < sum(measured) + saved_us
 
 
-def cluster_of_calls(graph: fx.Graph) -> int:
-    """The most CTAs of a cluster of the graph's fused calls beside other work."""
-    starts = (node for node in graph.nodes if is_call(node, *ops.STARTS, *ops.MM_STARTS))
-    clusters = (TRANSPORTS[arguments_of(start)["transport"]].beside_cluster for start in starts)
-    return min(clusters, default=MOST_CLUSTER)
-
-
-def measure_reserve(
-    node: fx.Node, sms: int, busy_us: float, tokens: int, cluster: int = MOST_CLUSTER
-) -> Reserve | None:
-    """The SMs to leave by :func:`measured_reserve`, beside a call with clusters of up to ``cluster`` CTAs."""
+def measure_reserve(node: fx.Node, sms: int, busy_us: float, tokens: int) -> Reserve | None:
+    """The SMs to leave by :func:`measured_reserve`."""
     matmul, arguments = _MATMULS[node.target], list[Any](node.args)
     given = [arguments[0], *arguments[1], *arguments[2]] if matmul is joint_mm_of else arguments[: _OPERANDS[matmul]]
     tensors = [value(one) if isinstance(one, fx.Node) else None for one in given]
@@ -224,7 +212,7 @@ def measure_reserve(
             return None
         operands.append(Operand(shape, tensor.stride(), tensor.dtype))
     device = tensors[0].device  # type: ignore[union-attr]
-    return measured_reserve(matmul, tuple(operands), device, sms, busy_us, cluster)
+    return measured_reserve(matmul, tuple(operands), device, sms, busy_us)
 
 
 def _can_leave(node: fx.Node) -> bool:
