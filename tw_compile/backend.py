@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch.fx as fx
 from tw_compile import compat, environment, kept_reports
 from tw_compile.config import Config
 from tw_compile.kernels.registry import load
-from tw_compile.pipeline import TWCompilePass, log_report
+from tw_compile.pipeline import TWCompilePass, log_report, say_off
 from tw_compile.report import GraphReport, collect_reports, publish
 
 logger = logging.getLogger("tw_compile")
@@ -126,9 +125,3 @@ def _publish_kept(file: Path) -> None:
     for report in reports:
         log_report(report)
         publish(report)
-
-
-@functools.cache
-def say_off() -> None:
-    """Warn that the passes are off; only once, as a model may have many graphs. ``say_off.cache_clear()`` allows a repeat."""
-    logger.warning("tw_compile: off, as %s=0 in the environment: compiling with Inductor alone", environment.ENABLE)

@@ -64,7 +64,8 @@ class Config:
             ``transport`` insists on a transport.
         calibrate: Whether ranks measure a node that nobody has measured. They do so once, before they compile the first graph
             with an all_reduce over all of them; in vLLM, when the workers have loaded the model. ``auto`` measures, on GPUs.
-            ``stored`` uses only what ``tw-compile tune --quick`` or another process has measured, ``off`` no calibration.
+            ``stored`` uses only what ``tw-compile tune --quick`` or another process has measured, ``off`` no calibration. A
+            :class:`tw_compile.TWCompilePass` by itself never measures.
         host: Whose all_reduce the fused operator is compared with: ``pytorch``, or another of
             :func:`tw_compile.gating.host_names`.
         all_reduce_backend: ``auto`` follows the host's dispatch; else the backend of an unfused all_reduce, such as

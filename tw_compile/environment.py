@@ -53,7 +53,7 @@ def thresholds(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def spin_limit(environment: Mapping[str, str] = os.environ) -> int:
-    """Polls (about 1 us each) before a barrier gives up, from ``TW_COMPILE_SPIN_LIMIT``; 0, the default, means never."""
+    """Polls (about 1 us each) before a wait for another rank gives up, from ``TW_COMPILE_SPIN_LIMIT``; 0 (default): never."""
     return _number(environment, SPIN_LIMIT)
 
 

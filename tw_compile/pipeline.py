@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import time
@@ -10,7 +11,7 @@ from enum import StrEnum
 
 import torch.fx as fx
 
-from tw_compile import compat, report
+from tw_compile import compat, environment, report
 from tw_compile.config import Config
 from tw_compile.current import current_gate, current_link, current_profile, own_prefetch_bytes
 from tw_compile.gating.gate import Gate
@@ -32,7 +33,8 @@ class TWCompilePass(compat.CustomGraphPass):
         before: A post-grad pass of the user's own; it runs first and sees the graph without the fused operators.
 
     If a pass fails, its changes and those of its transaction are undone, with one warning. Earlier transactions stay: where the
-    split fails, the graph is fused. With ``config.strict`` the error is raised instead.
+    split fails, the graph is fused. With ``config.strict`` the error is raised instead. With ``TW_COMPILE=0`` in the
+    environment the pass leaves graphs as they are.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -51,6 +53,9 @@ class TWCompilePass(compat.CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         if self.before is not None:
             self.before(graph)
+        if environment.enabled() is False:
+            say_off()
+            return
         self.rewrite(graph, current_gate(self.config))  # raises if a user's file is wrong, so that the user sees it
 
     def rewrite(self, graph: fx.Graph, gate: Gate, host: HostGraph | None = None) -> report.GraphReport:
@@ -99,7 +104,7 @@ class TWCompilePass(compat.CustomGraphPass):
 
         None, which switches Inductor's caches off, when the user's pass can't be identified.
         """
-        parts = [self.identity(current_gate(self.config))]
+        parts = ["off" if environment.enabled() is False else self.identity(current_gate(self.config))]
         if self.before is not None:
             before = self.before.uuid() if isinstance(self.before, compat.CustomGraphPass) else None
             if before is None:
@@ -114,6 +119,12 @@ class TWCompilePass(compat.CustomGraphPass):
         groups = [(*facts, group_facts(facts[0], "cuda").peer_access) for facts in compat.process_group_facts()]
         own = [source_digest(), self.config.digest(), gate.digest(), planned_for, repr(groups)]
         return "\n".join([*own, manager.identity(), split.rules_identity()])
+
+
+@functools.cache
+def say_off() -> None:
+    """Warn that the passes are off; only once, as a model may have many graphs. ``say_off.cache_clear()`` allows a repeat."""
+    logger.warning("tw_compile: off, as %s=0 in the environment: compiling with Inductor alone", environment.ENABLE)
 
 
 _TELL_INDUCTOR: dict[InductorNeed, Callable[[], None]] = {

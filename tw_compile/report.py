@@ -206,7 +206,7 @@ class GraphReport:
 
     @property
     def summary(self) -> str:
-        """One line: ``from cache: 4 of 5 all_reduces fused, {'small_message': 1}``."""
+        """One line: ``from cache: 4 of 5 all_reduces fused, {'no_rms_norm': 1}``."""
         counts = self.counts
         origin = "from cache: " if self.from_cache else ""
         refusals = f", {self.refusals}" if self.refusals else ""

@@ -15,7 +15,7 @@ import torch
 import torch.fx as fx
 from torch._inductor import config as inductor_config
 
-from tw_compile import Config, backend, collect_reports, make_backend
+from tw_compile import Config, TWCompilePass, backend, collect_reports, make_backend
 from tw_compile.report import GraphReport, Site, publish
 
 
@@ -45,6 +45,26 @@ def test_switched_off_it_is_inductor_with_the_same_options(
     assert compiled[2]["max_autotune"] is True and backend.compat.POST_GRAD_HOOK not in compiled[2]
     (record,) = caplog.records
     assert record.getMessage() == "tw_compile: off, as TW_COMPILE=0 in the environment: compiling with Inductor alone"
+
+
+def test_switched_off_the_pass_leaves_graphs_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The user's own pass still runs. Inductor's caches tell both apart."""
+    before: list[fx.Graph] = []
+    passes = TWCompilePass(before=before.append)
+    graph = fx.symbolic_trace(torch.nn.Identity()).graph
+    assert TWCompilePass().uuid() != switched_off_uuid(monkeypatch)
+    backend.say_off.cache_clear()
+    with caplog.at_level(logging.INFO, "tw_compile"), collect_reports() as reports:
+        passes(graph)
+    assert before == [graph] and not reports
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["tw_compile"]
+
+
+def switched_off_uuid(monkeypatch: pytest.MonkeyPatch) -> bytes | None:
+    monkeypatch.setenv("TW_COMPILE", "0")
+    return TWCompilePass().uuid()
 
 
 @pytest.mark.parametrize("value", [None, "1"])
