@@ -555,7 +555,7 @@ def test_two_shot_loads_what_its_launches_look_for(triton_kernels: list[FakeTrit
     assert [kernel.launches for kernel in triton_kernels] == [2, 2]
 
 
-@pytest.mark.parametrize(("overlap_sms", "ctas", "cluster"), [(0, 25, 1), (3, 3, 1), (16, 16, 8), (32, 25, 1)])
+@pytest.mark.parametrize(("overlap_sms", "ctas", "cluster"), [(0, 25, 1), (3, 3, 1), (16, 16, 2), (32, 25, 1)])
 def test_beside_other_work_all_have_the_sms_of_the_request(
     kernels: list[FakeKernel], triton_kernels: list[FakeTritonKernel], overlap_sms: int, ctas: int, cluster: int
 ) -> None:
