@@ -11,18 +11,20 @@ from pathlib import Path
 from typing import Any
 
 _PACKAGE = Path(__file__).parent
-SOURCES = (_PACKAGE, _PACKAGE / "passes", _PACKAGE / "kernels")  # rglob does not follow links to folders
-_SOURCE_KINDS = ("*.py", "*.cu", "*.cuh")
+SOURCES = tuple(
+    _PACKAGE / part for part in ("", "passes", "kernels", "configs")
+)  # rglob does not follow links to folders
+_SOURCE_KINDS = ("*.py", "*.cu", "*.cuh", "*.toml")
 
 
 def source_digest() -> str:
-    """Hash of the package's own source files; read once per process."""
+    """Hash of the package's own source files and tables; read once per process."""
     return digest_of(SOURCES)
 
 
 @functools.cache
 def digest_of(folders: tuple[Path, ...]) -> str:
-    """Hash of all source files in ``folders``; ``digest_of.cache_clear()`` has them read again."""
+    """Hash of all source files and tables in ``folders``; ``digest_of.cache_clear()`` has them read again."""
     hasher = hashlib.sha256()
     files = sorted({path for folder in folders for kind in _SOURCE_KINDS for path in folder.rglob(kind)})
     for path in files:
