@@ -126,7 +126,8 @@ inline constexpr int KEPT_BYTES = !ONE_SHOT && RESIDUAL_OUT == ALL_ROWS ? sizeof
 inline constexpr int SUM_WORDS = GATHERS ? SumRow::WORDS : 0, RESULT_WORDS = GATHERS ? ResultRow::WORDS : 0;
 inline constexpr int WORDS_OFFSET = PEERS * VECTORS * (SUM_BYTES + RESULT_BYTES + KEPT_BYTES) * WORKERS;
 inline constexpr int STAGE_BYTES = (WORDS_OFFSET + PEERS * GROUPS * (SUM_WORDS + RESULT_WORDS) * 4 + 15) / 16 * 16;
-// Words that are gathered before they leave: of the rows that a turn sends, then of those that it computes. There are two sets.
+// Words that are gathered before they leave: of the rows that a turn sends, then of those that it computes. There are two
+// sets: other warps gather the next turn's words while warp 0 stores these.
 inline constexpr int LEAVING_WORDS = GROUPS * (STEPS * SUM_WORDS + RESULT_WORDS);
 
 struct Shared {
