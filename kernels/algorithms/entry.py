@@ -42,8 +42,8 @@ class AlgorithmEntry:
         most_sms: The most SMs that it can use; 0 if that is not known before it is made.
         wire_sms: The SMs that it gets for rows in codes, if that is another number.
         beside: For calls beside other work algorithms are tried in ascending order of this number. None: it is not tried.
-        two_beside_bytes: If there are two ranks, it is tried before those with ``beside`` up to this message size, and at all
-            sizes if both want all rows of the new residual. 0: it is not.
+        two_beside_bytes: If there are two ranks, it is tried before those with ``beside`` up to this message size, if the call
+            has ``sms`` SMs; and always if both want all rows of the new residual. 0: it is not.
         instead: The name of the algorithm that is tried next if this one can't serve a message.
         two_whole: The name of the algorithm that is tried first if two ranks both want all rows of the new residual. More ranks
             have it up to a larger size then.

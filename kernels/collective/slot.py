@@ -33,7 +33,7 @@ NOT_ARRIVED = -(2**31)
 """The value, as int32, of an inbox word to which nothing has been written; elements.cuh defines it too."""
 
 OUTBOX, WORDS = "outbox", "words"
-HOST_MAX_CTAS = 16
+HOST_MAX_CTAS = 24
 """The most CTAs of a call of host_rows.cu. This number fills a bus. An outbox has rings for all of these CTAs."""
 
 _STATE_WORDS = {INBOX: 4, FED: STATE_WORDS, OUTBOX: 2 * HOST_MAX_CTAS, WORDS: 2}

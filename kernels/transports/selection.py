@@ -21,7 +21,8 @@ two ranks at all sizes.
 
 Some calls are not in tables. Calls beside other work (``overlap_sms``) have few SMs, and stream makes the most of those.
 Through host memory two ranks use one-shot up to a size, because it moves as many bytes as two-shot and waits once, not twice.
-If both want all rows of the new residual, they use it at all sizes. For calls whose rows a GEMM is fed (``feed_from``) there is
+It computes all rows on both ranks, so with few SMs it is slower, and calls that have fewer than it uses have two-shot. If both
+want all rows of the new residual, they use one-shot at all sizes. For calls whose rows a GEMM is fed (``feed_from``) there is
 only one kernel, if it can serve the call. Calls whose rows travel in codes (``wire``) go to the kernel that supports codes,
 alone and beside other work. If no kernel can, their rows travel as they are. A kernel of a table is passed over if it can't
 compute the scales that a call asks for. The first kernel that can takes its place.
@@ -99,6 +100,11 @@ def _instead(entry: AlgorithmEntry, sms: int) -> Algorithm:
     return _at_most(entry, sms if entry.sms is None else min(sms, entry.sms))
 
 
+def _short_beside(entry: AlgorithmEntry, request: Request) -> bool:
+    """Whether a call beside other work is short enough for the algorithm, and has all SMs that the algorithm uses."""
+    return request.x.nbytes <= entry.two_beside_bytes and request.overlap_sms >= (entry.sms or 0)
+
+
 class Chooser(ABC):
     """Chooses the kernel of a request. The choice depends only on what all ranks share.
 
@@ -163,7 +169,7 @@ class Selector(Chooser):
         beside = self._allowed(beside_work(transport))
         self._beside = (*(_at_most(entry, MAX_OVERLAP_SMS) for entry in beside), *self._last)
         of_two = self._allowed(two_beside(transport)) if steps and steps[0].world_size == 2 else []
-        self._two_beside = tuple((entry.two_beside_bytes, entry.make()) for entry in of_two)
+        self._two_beside = tuple((entry, entry.make()) for entry in of_two)
         self._candidates: list[tuple[Algorithm, ...]] = []
         self._of_whole: list[tuple[Algorithm, ...]] = []
         for step in steps:
@@ -187,7 +193,7 @@ class Selector(Chooser):
             return self._with_wires
         whole = request.residual_out == "replicated"
         if request.overlap_sms:
-            first = (algorithm for most, algorithm in self._two_beside if whole or request.x.nbytes <= most)
+            first = (algorithm for entry, algorithm in self._two_beside if whole or _short_beside(entry, request))
             return (*first, *self._beside)
         candidates, ends = (self._of_whole, self._bytes_of_whole) if whole else (self._candidates, self._bytes)
         by_size = candidates[min(bisect_left(ends, request.x.nbytes), len(candidates) - 1)]

@@ -199,7 +199,7 @@ def test_the_default_gemms_are_those_of_an_mlp_of_a_rank() -> None:
 
 def test_a_call_has_the_form_and_the_sms_of_a_split_layer() -> None:
     assert transports("cuda") == ("p2p", "host") and transports("cpu") == ("gloo",)
-    assert (usual_sms("host"), usual_sms("p2p"), usual_sms("gloo")) == (8, 16, 8)
+    assert (usual_sms("host"), usual_sms("p2p"), usual_sms("gloo")) == ((4, 8), (16,), (8,))
     assert SPEC.sms_of("host") == (8,) and replace(SPEC, sms=(4, 12)).sms_of("host") == (4, 12)
     assert call_variant("cuda", "p2p").in_slot and not call_variant("cuda", "host").in_slot
     over_host = CallBeside("cuda", "host", 8)

@@ -16,7 +16,8 @@ from tw_compile.planning import LayerShape, Mode, Off, evidence, load_profile, p
 from tw_compile.planning.communication import beside_us, link_us, traffic_bytes
 from tw_compile.planning.evidence import UNMEASURED_MARGIN, measured_layers
 from tw_compile.planning.links import USER_FILE, Link, LinkTransport, LinkWay, link_of_node, parse_link, shipped_link
-from tw_compile.planning.windows import Costs
+from tw_compile.planning.plan import UNEVEN_OVER_LINKS
+from tw_compile.planning.windows import Costs, RowShares, Wires
 
 H200 = load_profile("H200")
 LINK = shipped_link()
@@ -39,7 +40,7 @@ def with_rate(link: Link, transport: str, way: LinkWay) -> Link:
 def test_every_number_has_its_source_beside_it() -> None:
     values = [line for line in TEXT.splitlines() if "=" in line.partition("#")[0] and ' = "' not in line]
     numbers = [line for line in values if "true" not in line and "false" not in line]
-    assert len(numbers) == 13
+    assert len(numbers) == 15
     for line in numbers:
         assert line.partition("#")[2].strip().startswith(("measured", "fitted", "estimate")), line
 
@@ -78,15 +79,60 @@ def test_calls_beside_compute_have_no_words() -> None:
     assert beside_us(H100, host, 64, 4096, 2, host.sms) == host.contention * alone
 
 
-def test_a_file_of_before_that_does_not_say_which_calls_have_words_is_completed(
+def test_a_file_of_before_that_does_not_say_which_calls_have_words_or_fewer_sms_is_completed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     (tmp_path / "tw_compile").mkdir()
-    lines = [line for line in TEXT.splitlines() if not line.startswith("beside = ")]
+    later = ("beside = ", "fewer_sms = ", "sm_gb_per_s = ")
+    lines = [line for line in TEXT.splitlines() if not line.startswith(later)]
     (tmp_path / "tw_compile" / USER_FILE).write_text("\n".join(lines).replace("gb_per_s = 22.5", "gb_per_s = 20"))
-    words = link_of_node().transport("host").ways["words"]
-    assert (words.gb_per_s, words.beside) == (20, False)
+    host = link_of_node().transport("host")
+    assert (host.ways["words"].gb_per_s, host.ways["words"].beside) == (20, False)
+    assert host.ctas_beside == (4, 8) and host.ways["two_shot"] == LINK.transport("host").ways["two_shot"]
+    other = "\n".join(lines).replace("sms = 8 ", "sms = 6 ")
+    (tmp_path / "tw_compile" / USER_FILE).write_text(other)
+    assert link_of_node().transport("host").ctas_beside == (6,)
+
+
+def test_fewer_sms_take_the_ways_that_can_have_them_at_the_rate_of_these_sms() -> None:
+    host = LINK.transport("host")
+    assert host.ctas_beside == (4, 8)
+    for nbytes, us in {2**24: 551, 2**26: 2195}.items():  # alone on 4 SMs
+        assert link_us(host, nbytes, 2, beside=True, sms=4) == pytest.approx(us, rel=0.03)
+    two_shot = with_ways(host, "two_shot")
+    assert link_us(host, 2**20, 2, beside=True, sms=4) == link_us(two_shot, 2**20, 2, sms=4)
+    assert link_us(host, 2**20, 2, beside=True, sms=8) == link_us(with_ways(host, "one_shot"), 2**20, 2)
+    wide = with_rate(LINK, "host", LinkWay("two_shot", 27.0, 41.2, sm_gb_per_s=20.6)).transport("host")
+    assert link_us(wide, 2**24, 2, sms=4) == link_us(wide, 2**24, 2)  # four SMs fill the link
+    assert beside_us(H100, host, 1024, 8192, 2, 4) == host.contention * link_us(host, 2**24, 2, beside=True, sms=4)
+
+
+def test_calls_have_fewer_sms_beside_long_compute_and_all_of_them_where_they_are_longer() -> None:
+    large = next(param.values[1].shape for param in OVER_HOST if param.values[1].model == "llama-3.3-70b")
+    for tokens in (1024, 2048, 4096):
+        windows = plan_layer(H100, large, tokens, kernel="host", link=LINK).windows
+        assert [(window.computes, window.ctas) for window in windows] == [
+            ("attention", 8),
+            ("attention", 8),
+            ("mlp", 4),
+            ("mlp", 4),
+        ]
+        assert all(window.communication_us < window.compute_us for window in windows[2:])
+    small = plan_layer(H100, LAYER, 1024, kernel="host", link=LINK).windows
+    assert {window.ctas for window in small} == {8}
+    coded = Wires(RowShares(0.52, 0.52, "int8"), RowShares(0.52, 0.52, "int8"))
+    windows = plan_layer(H100, large, 4096, kernel="host", link=LINK, wires=coded).windows
+    assert {window.ctas for window in windows} == {8}, "rows in codes are work for SMs"
+
+
+def test_halves_over_a_link_are_equal_unless_others_gain_more_than_they_were_seen_to_lose() -> None:
+    for tokens in (1024, 2048, 4096, 8192):
+        assert plan_layer(H100, LAYER, tokens, kernel="host", link=LINK).sizes == (tokens // 2, tokens // 2)
+    plan = plan_layer(H100, LAYER, 2048, kernel="host", link=LINK, first=896)
+    assert plan.predicted.split_us == pytest.approx(
+        sum(window.us for window in plan.windows) * (1.0 + UNEVEN_OVER_LINKS * 0.125)
+    )
 
 
 def with_ways(transport: LinkTransport, *names: str) -> LinkTransport:
@@ -128,6 +174,8 @@ def test_the_users_file_comes_before_the_shipped_one(tmp_path: Path, monkeypatch
             "beside = false\ngb_per_s = 29 ",
             "t: transports.nccl: ways: expected one of two_shot with beside = true",
         ),
+        ("fewer_sms = [4] ", "fewer_sms = [8] ", "t: transports.host: fewer_sms: expected fewer than sms = 8, got 8"),
+        ("sm_gb_per_s", "#", "t: transports.host: fewer_sms: expected one of ways with sm_gb_per_s, got none"),
         ('name = "host-memory"', "name =", "t: expected TOML, got"),
     ],
 )

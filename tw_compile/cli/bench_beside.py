@@ -58,7 +58,7 @@ def beside(
         typer.Option(
             metavar="N[,N...]",
             help="SMs that a call may have, and that the GEMM leaves.",
-            show_default="what the transport's calls take beside work: 8 over host, 16 over p2p",
+            show_default="what the transport's calls take beside work: 4 and 8 over host, 16 over p2p",
         ),
     ] = None,
     transport: Annotated[

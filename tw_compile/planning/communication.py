@@ -123,16 +123,25 @@ def all_reduce_us(profile: DeviceProfile, nbytes: int, world_size: int, multicas
 
 
 def link_us(
-    transport: LinkTransport, nbytes: int, world_size: int, rows: RowShares = EXACT_ROWS, beside: bool = False
+    transport: LinkTransport,
+    nbytes: int,
+    world_size: int,
+    rows: RowShares = EXACT_ROWS,
+    beside: bool = False,
+    sms: int | None = None,
 ) -> float:
     """A message over a link that is not peer memory, alone, by the transport's fastest way. Codes have no one-shot way.
 
-    ``beside``: of those ways that calls beside compute have.
+    ``beside``: of those ways that calls beside compute have. ``sms``: of those that can have fewer SMs than the transport; None
+    if it has all of them.
     """
+    fewer = None if sms is None or sms >= transport.sms else sms
     return min(
-        way.latency_us + traffic_bytes(way.traffic, nbytes, world_size, rows) / (way.gb_per_s * 1e3)
+        way.latency_us + traffic_bytes(way.traffic, nbytes, world_size, rows) / (way.rate(fewer) * 1e3)
         for way in transport.ways.values()
-        if (rows == EXACT_ROWS or way.traffic == "two_shot") and not (beside and way.beside is False)
+        if (rows == EXACT_ROWS or way.traffic == "two_shot")
+        and not (beside and way.beside is False)
+        and not (fewer is not None and way.sm_gb_per_s is None)
     )
 
 
@@ -159,7 +168,8 @@ def beside_us(
 ) -> float:
     """Microseconds of a call of ``[tokens, hidden]`` with compute beside all of it; see :func:`sm_us` for ``in_slot``."""
     if isinstance(kernel, LinkTransport):
-        return kernel.contention * link_us(kernel, tokens * hidden_size * ELEMENT_BYTES, world_size, rows, beside=True)
+        nbytes = tokens * hidden_size * ELEMENT_BYTES
+        return kernel.contention * link_us(kernel, nbytes, world_size, rows, beside=True, sms=ctas)
     alone = fused_us(kernel, tokens, hidden_size, world_size, ctas, narrow=True, in_slot=in_slot, rows=rows)
     return profile.slower_beside(world_size) * alone
 

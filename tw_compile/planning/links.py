@@ -29,12 +29,18 @@ class LinkWay:
         traffic: See :func:`tw_compile.planning.communication.traffic_bytes`.
         gb_per_s: Each way, while both ways are busy.
         beside: Whether calls beside compute use it, too. None: as the shipped way of that name does, or else yes.
+        sm_gb_per_s: What one SM moves each way, if calls may have fewer SMs than ``LinkTransport.sms``. None: they may not.
     """
 
     traffic: Literal["one_shot", "two_shot"]
     latency_us: float
     gb_per_s: float
     beside: bool | None = None
+    sm_gb_per_s: float | None = None
+
+    def rate(self, sms: int | None) -> float:
+        """GB/s each way of a call on fewer SMs than usual; None: on as many as usual."""
+        return self.gb_per_s if sms is None or self.sm_gb_per_s is None else min(self.gb_per_s, sms * self.sm_gb_per_s)
 
 
 @dataclass(frozen=True)
@@ -43,10 +49,11 @@ class LinkTransport:
 
     Attributes:
         only_without_peers: With peer access the transport uses that instead, and these rates do not apply.
-        sms: The SMs that a call occupies beside compute.
+        sms: The most SMs that a call occupies beside compute.
         contention: Factor on the time of a call while compute runs beside it.
         norm_apart: The norm is a separate kernel. It counts as compute of the half, not as part of the call.
         cluster: CTAs of a cluster of its kernel beside compute, see :meth:`DeviceProfile.sms_beside`.
+        fewer_sms: Smaller numbers of SMs to choose from, ascending. Rows in codes never have them.
     """
 
     only_without_peers: bool
@@ -55,11 +62,12 @@ class LinkTransport:
     norm_apart: bool
     ways: Mapping[str, LinkWay]
     cluster: int = 1
+    fewer_sms: tuple[int, ...] = ()
 
     @property
     def ctas_beside(self) -> tuple[int, ...]:
         """The numbers of CTAs to choose from, as :class:`~tw_compile.planning.device.FusedKernel` has them."""
-        return (self.sms,)
+        return (*self.fewer_sms, self.sms)
 
 
 @dataclass(frozen=True)
@@ -99,6 +107,12 @@ def parse_link(text: str, source: str) -> Link:
             raise ValueError(
                 f"{source}: transports.{name}: contention: expected at least 1, got {transport.contention}"
             )
+        if transport.fewer_sms:
+            where = f"{source}: transports.{name}: fewer_sms"
+            if transport.fewer_sms[-1] >= transport.sms:
+                raise ValueError(f"{where}: expected fewer than sms = {transport.sms}, got {transport.fewer_sms[-1]}")
+            if all(way.sm_gb_per_s is None or way.beside is False for way in transport.ways.values()):
+                raise ValueError(f"{where}: expected one of ways with sm_gb_per_s, got none")
         # Rows in codes have no one-shot way.
         kinds = {way.traffic for way in transport.ways.values()}
         beside = {way.traffic for way in transport.ways.values() if way.beside is not False}
@@ -129,14 +143,22 @@ def link_of_node(measured: Link | None = None) -> Link:
 
 
 def _completed(link: Link) -> Link:
-    """``link``, whose ways are used beside compute as the shipped ones of their names are, if it doesn't say so."""
+    """``link`` with what it does not say of its ways beside compute: that is as the shipped ones of their names have it."""
     shipped = shipped_link().transports
     transports = dict(link.transports)
     for name, transport in link.transports.items():
-        known = shipped[name].ways if name in shipped else {}
+        if name not in shipped:
+            continue
+        known = shipped[name]
         ways = {
-            way: replace(rates, beside=known[way].beside) if rates.beside is None and way in known else rates
+            way: _completed_way(rates, known.ways[way]) if way in known.ways else rates
             for way, rates in transport.ways.items()
         }
-        transports[name] = replace(transport, ways=ways)
+        same = transport.sms == known.sms and not transport.fewer_sms
+        transports[name] = replace(transport, ways=ways, fewer_sms=known.fewer_sms if same else transport.fewer_sms)
     return replace(link, transports=transports)
+
+
+def _completed_way(way: LinkWay, known: LinkWay) -> LinkWay:
+    beside = known.beside if way.beside is None else way.beside
+    return replace(way, beside=beside, sm_gb_per_s=way.sm_gb_per_s or known.sm_gb_per_s)

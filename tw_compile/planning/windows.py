@@ -105,6 +105,12 @@ class _Calls:
     kernel: FusedKernel | LinkTransport
     rows: RowShares
 
+    @property
+    def ctas_beside(self) -> tuple[int, ...]:
+        """The numbers of CTAs to choose from beside compute."""
+        coded = isinstance(self.kernel, LinkTransport) and self.rows != EXACT_ROWS
+        return self.kernel.ctas_beside[-1:] if coded else self.kernel.ctas_beside
+
 
 @dataclass(frozen=True)
 class Gemms:
@@ -271,7 +277,7 @@ class Costs:
             return self._window(computes, half, steps, 0, 0, False)
         options = [
             self._window(computes, half, steps, message_tokens, ctas, in_slot, summed)
-            for ctas in self._calls[summed].kernel.ctas_beside
+            for ctas in self._calls[summed].ctas_beside
         ]
         costs = [max(window.compute_us, SLACK * window.communication_us) for window in options]
         return next(window for window, cost in zip(options, costs, strict=True) if cost <= NEAR * min(costs))

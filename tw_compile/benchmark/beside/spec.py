@@ -11,6 +11,7 @@ from tw_compile.harness.requests import UsageError
 from tw_compile.kernels.algorithms import beside_work
 from tw_compile.kernels.collective.transports import AUTO, TRANSPORTS
 from tw_compile.planning.device import MOST_SMS_BESIDE
+from tw_compile.planning.links import link_of_node
 
 GEMM_AT_MOST, CALL_AT_MOST = 1.05, 1.15
 """The factors that are asked for: a GEMM beside calls against the same GEMM alone, and a call beside GEMMs."""
@@ -58,7 +59,7 @@ class BesideSpec:
         device: ``cuda`` (NCCL) or ``cpu`` (gloo, a rehearsal).
         transports: What carries the calls, names of :func:`transports` or ``auto``.
         gemms: The GEMMs beside the calls. Empty: :func:`of_mlp` of each hidden size.
-        sms: SMs that a call gets, and that the GEMMs leave. Empty: as many as the transport's calls take beside work.
+        sms: SMs that a call gets, and that the GEMMs leave. Empty: :func:`usual_sms` of the transport.
         repeats: Timed runs of each of the five times of a row.
         timeout: Seconds after which the benchmark, or one collective of it, has failed.
     """
@@ -88,7 +89,7 @@ class BesideSpec:
         return self.gemms or of_mlp(hidden, self.world_size)
 
     def sms_of(self, transport: str) -> tuple[int, ...]:
-        return self.sms or (usual_sms(transport),)
+        return self.sms or usual_sms(transport)
 
 
 def transports(device: str) -> tuple[str, ...]:
@@ -100,10 +101,16 @@ def transports(device: str) -> tuple[str, ...]:
     )
 
 
-def usual_sms(transport: str) -> int:
-    """The SMs of the transport's calls beside work, if no plan says otherwise: those of the kernel that is tried first."""
+def usual_sms(transport: str) -> tuple[int, ...]:
+    """The SMs of the transport's calls beside work.
+
+    Plans for a link choose from these numbers. For another transport it is one number, that of the kernel that is tried first.
+    """
+    planned = link_of_node().transports.get(transport)
+    if planned is not None:
+        return planned.ctas_beside
     kernels = beside_work(transport)
-    return CPU_SMS if not kernels or kernels[0].sms is None else kernels[0].sms
+    return (CPU_SMS if not kernels or kernels[0].sms is None else kernels[0].sms,)
 
 
 def call_variant(device: str, transport: str) -> Variant:
@@ -148,7 +155,8 @@ def items_to_cover(covered_us: float, item_us: float) -> int:
 def most_steps(spec: BesideSpec) -> int:
     """How often ``run`` calls its progress at most."""
     of_size = 0
+    numbers = len(spec.sms) or max(len(usual_sms(transport)) for transport in transports(spec.device))
     for size in spec.sizes():
-        ways = 2 * len(spec.transports) * max(len(spec.sms), 1)  # over host memory bare copies, too
+        ways = 2 * len(spec.transports) * numbers  # over host memory bare copies, too
         of_size += 1 + ways * (1 + len(spec.gemms_of(size.hidden)))
     return 2 + of_size
