@@ -41,6 +41,7 @@ class AlgorithmEntry:
         sms: The SMs that the algorithm gets if no table says otherwise. None: it chooses by itself, whatever a table says.
         most_sms: The most SMs that it can use; 0 if that is not known before it is made.
         wire_sms: The SMs that it gets for rows in codes, if that is another number.
+        two_wire_sms: The same for two ranks, if they get more. See :meth:`coded_sms`.
         beside: For calls beside other work algorithms are tried in ascending order of this number. None: it is not tried.
         two_beside_bytes: If there are two ranks, it is tried before those with ``beside`` up to this message size, if the call
             has ``sms`` SMs; and always if both want all rows of the new residual. 0: it is not.
@@ -69,6 +70,7 @@ class AlgorithmEntry:
     sms: int | None = None
     most_sms: int = 0
     wire_sms: int | None = None
+    two_wire_sms: int | None = None
     beside: int | None = None
     two_beside_bytes: int = 0
     instead: str | None = None
@@ -90,6 +92,10 @@ class AlgorithmEntry:
         most = self.most_sms or sms
         if self.sms is not None and not 1 <= sms <= most:
             raise ValueError(f"max_sms: expected 1 to {most}, got {sms}")
+
+    def coded_sms(self, world_size: int) -> int | None:
+        """The SMs that calls of so many ranks get for rows in codes; None: as many as for other rows."""
+        return (self.two_wire_sms if world_size == 2 else None) or self.wire_sms
 
     def make(self, sms: int | None = None, **options: Any) -> Algorithm:
         """The algorithm with at most ``sms`` SMs; imports its module. ValueError for a number that it can't have."""

@@ -35,11 +35,13 @@ CTA holds an SM while it waits for other kernels. ``kernels/runtime/barrier.py``
 **Clusters.** GEMMs on Hopper use clusters of two, four or eight SMs of one group (GPC). CTAs without clusters are dealt out to
 all groups in turn. Each would break up a pair of SMs that a GEMM needs. In clusters of two CTAs take pairs. Larger clusters
 would leave more groups whole. But many calls begin while a GEMM runs, and what such a GEMM leaves is pairs of SMs in different
-groups: a larger cluster would have no place before the GEMM ends. Nothing else about the kernels is different.
+groups: a larger cluster would have no place before the GEMM ends. Nothing else about the kernels is different. ``HostRows``
+says where that wait is wanted.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 
@@ -50,7 +52,7 @@ from tw_compile.kernels.collective.spec import Request
 from tw_compile.kernels.collective.transport import Started
 
 _PAIR = 2
-"""CTAs of a cluster of a call beside other work."""
+"""CTAs of a cluster of a call beside other work, if its kernel does not ask for more."""
 _CLUSTER_MIN_SMS = 100
 _IN_TURN = -1
 """Used in place of a slot index for the one side stream of all calls that go in turn, whatever their slots."""
@@ -83,15 +85,16 @@ def events_of(device: torch.device, group_name: str, slot: int) -> Events:
     return _new_events()
 
 
-def cluster_size(ctas: int, device: torch.device) -> int:
-    """The number of CTAs in a cluster, for a call with ``ctas`` CTAs and one CTA on each SM: two, or one if that is odd.
+def cluster_size(ctas: int, device: torch.device, most: int = _PAIR) -> int:
+    """The number of CTAs in a cluster, for a call with ``ctas`` CTAs and one CTA on each SM.
 
-    On small GPUs it is 1: clusters have not been measured there. ``kernels/runtime/barrier.py`` says why a place for a whole
-    cluster always becomes free.
+    It divides ``ctas``, and is at most ``most``, a power of two up to 8, which every GPU allows. On small GPUs it is 1:
+    clusters have not been measured there. ``kernels/runtime/barrier.py`` says why a place for a whole cluster always becomes
+    free.
     """
     if torch.cuda.get_device_properties(device).multi_processor_count < _CLUSTER_MIN_SMS:
         return 1
-    return 1 if ctas % _PAIR else _PAIR
+    return math.gcd(ctas, most)
 
 
 def start_beside(request: Request, launch: Callable[[Request], Started], in_turn: bool = False) -> Started:

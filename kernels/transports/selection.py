@@ -108,12 +108,14 @@ def _short_beside(entry: AlgorithmEntry, request: Request) -> bool:
 class Chooser(ABC):
     """Chooses the kernel of a request. The choice depends only on what all ranks share.
 
-    ``route``: the route of the kernels that it may choose; empty if it may choose all.
+    ``route``: the route of the kernels that it may choose; empty if it may choose all. ``world_size``: 0 if it is not known.
     """
 
-    def __init__(self, transport: str, route: str = "") -> None:
+    def __init__(self, transport: str, route: str = "", world_size: int = 0) -> None:
         self.route = route
-        self._with_wires = tuple(entry.make(entry.wire_sms) for entry in self._allowed(with_wires(transport)))
+        self._with_wires = tuple(
+            entry.make(entry.coded_sms(world_size)) for entry in self._allowed(with_wires(transport))
+        )
         self._with_scales = tuple(entry.make() for entry in self._allowed(with_scales(transport)))
         self._last = () if route else (serves_all(transport),)
 
@@ -160,7 +162,7 @@ class Selector(Chooser):
     def __init__(self, steps: Sequence[Step] = (), transport: str = P2P, route: str = "") -> None:
         from tw_compile.kernels.collective.spec import MAX_OVERLAP_SMS
 
-        super().__init__(transport, route)
+        super().__init__(transport, route, steps[0].world_size if steps else 0)
         steps = [step for step in steps if self._allowed([ALGORITHMS[step.algorithm]])]
         self._bytes = [step.up_to_bytes for step in steps]
         pairs = itertools.zip_longest(steps, steps[1:])

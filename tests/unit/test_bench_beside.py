@@ -200,7 +200,7 @@ def test_the_default_gemms_are_those_of_an_mlp_of_a_rank() -> None:
 def test_a_call_has_the_form_and_the_sms_of_a_split_layer() -> None:
     assert transports("cuda") == ("p2p", "host") and transports("cpu") == ("gloo",)
     assert (usual_sms("host"), usual_sms("p2p"), usual_sms("gloo")) == ((4, 8), (16,), (8,))
-    assert SPEC.sms_of("host") == (8,) and replace(SPEC, sms=(4, 12)).sms_of("host") == (4, 12)
+    assert SPEC.sms_of("host") == (4, 8) and replace(SPEC, sms=(4, 12)).sms_of("host") == (4, 12)
     assert call_variant("cuda", "p2p").in_slot and not call_variant("cuda", "host").in_slot
     over_host = CallBeside("cuda", "host", 8)
     assert (over_host.residual_sharded, over_host.residual_narrow, over_host.kind) == (True, True, "ours")
@@ -220,7 +220,9 @@ def test_sizes_and_steps_follow_from_the_request() -> None:
     assert [(size.tokens, size.hidden) for size in SPEC.sizes()] == [
         (1024, 4096), (4096, 4096), (1024, 8192), (4096, 8192)
     ]  # fmt: skip
-    assert most_steps(SPEC) == 2 + 4 * (1 + 2 * (1 + 2)), "calls and copies, beside gate and up, and down"
+    one = replace(SPEC, sms=(8,))
+    assert most_steps(one) == 2 + 4 * (1 + 2 * (1 + 2)), "calls and copies, beside gate and up, and down"
+    assert most_steps(SPEC) == most_steps(replace(SPEC, sms=(4, 8))), "as many numbers of SMs as over host"
     wide = replace(SPEC, sms=(4, 8), transports=("p2p", "host"), gemms=(GemmShape(8, 8), GemmShape(8, 16)))
     assert most_steps(wide) == 2 + 4 * (1 + 8 * (1 + 2))
 

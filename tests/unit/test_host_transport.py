@@ -142,6 +142,20 @@ def test_rows_launch_what_they_were_asked_for(kernels: list[FakeKernel], overlap
     assert keywords["block"] == defines["THREADS"] * defines["GROUPS"] + 64
 
 
+@pytest.mark.parametrize(
+    ("wire", "overlap_sms", "cluster"),
+    [("exact", 8, 2), ("int8", 8, 8), ("int6", 4, 4), ("int8", 6, 2), ("int8", 0, 1)],
+)
+def test_calls_with_codes_are_larger_clusters_beside_other_work(
+    kernels: list[FakeKernel], wire: str, overlap_sms: int, cluster: int
+) -> None:
+    asked = replace(request(4000), overlap_sms=overlap_sms, wire=wire)
+    algorithm = HostRows(False, max_sms=24)
+    algorithm.launch(asked, group(), slot_for(algorithm.needs(asked, WORLD_SIZE)), 7)
+    ((_, keywords),) = kernels[0].launches
+    assert (keywords["grid"], keywords["cluster"]) == (overlap_sms or 24, cluster)
+
+
 def test_a_longer_message_needs_no_more_memory(kernels: list[FakeKernel]) -> None:
     short, long = request(), replace(request(), x=torch.empty(10_000, HIDDEN, dtype=BF16))
     for one_shot in (True, False):

@@ -208,7 +208,7 @@ def test_the_margin_follows_from_measured_layers_where_there_are_some() -> None:
     assert len(known.counted) == len(ROWS) == 2 and 0.0 < known.margin < 0.02
     assert plan_layer(H200, LAYER, 1024, link=LINK).margin == known.margin
     assert evidence(H200, None, LINK) == known
-    # Of host's layers none was predicted too fast on H200, and one of three on H100.
+    # Of host's layers none was predicted too fast on H200, and one of five on H100.
     assert evidence(H200, "host", LINK).margin == 0.0 < evidence(H100, "host", LINK).margin < 0.02
     for profile, transport in ((H100, "nccl"), (load_profile("B200"), "nccl"), (load_profile("B200"), "host")):
         assert evidence(profile, transport, LINK).margin == UNMEASURED_MARGIN

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tw_compile.benchmark.variants import OURS, by_wires
 from tw_compile.kernels.algorithms import ALGORITHMS
 from tw_compile.kernels.algorithms.push.sharing_push import SharingPush
 from tw_compile.kernels.algorithms.stream.stream import Stream
@@ -191,6 +192,20 @@ def coded(wire: str, overlap_sms: int = 0, tokens: int = 1) -> Request:
     x = torch.empty(tokens, 256, dtype=torch.bfloat16, device="meta")
     norm = NormSpec(1e-5, 0.0, None, torch.bfloat16, torch.bfloat16)
     return Request(x, None, None, None, norm, False, "none", "", 0, overlap_sms=overlap_sms, wire=wire)
+
+
+@pytest.mark.parametrize(("world_size", "sms"), [(2, 24), (3, 16), (4, 16), (8, 16)])
+def test_rows_in_codes_have_more_sms_where_that_is_faster(
+    monkeypatch: pytest.MonkeyPatch, world_size: int, sms: int
+) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    state: Any = SimpleNamespace(world_size=world_size, rank=0)
+    selector = Selector(selection.default_steps("host", world_size), "host")
+    for overlap_sms in (0, 8):
+        chosen = selector.choose(coded("int8", overlap_sms, tokens=1024), state)
+        assert (chosen.name, chosen.sms(10**6, world_size)) == ("host_two_shot", sms)
+    ours = [variant for variant in OURS if variant.label == "tw-host-two-shot"]
+    assert [variant.sms for variant in by_wires(ours, ("exact", "int8"), world_size)] == [8, sms]
 
 
 @pytest.mark.parametrize("overlap_sms", [0, 8])

@@ -435,10 +435,14 @@ def test_empty_messages_and_those_without_room_are_not_beside_other_work(
     assert taken == [asked] and machine.made == []
 
 
-@pytest.mark.parametrize(("ctas", "size"), [(1, 1), (2, 2), (6, 2), (16, 2), (25, 1)])
-def test_ctas_come_in_pairs(monkeypatch: pytest.MonkeyPatch, ctas: int, size: int) -> None:
+@pytest.mark.parametrize(
+    ("ctas", "size", "of_eight"), [(1, 1, 1), (2, 2, 2), (6, 2, 2), (8, 2, 8), (16, 2, 8), (25, 1, 1)]
+)
+def test_ctas_come_in_pairs_unless_a_kernel_asks_for_more(
+    monkeypatch: pytest.MonkeyPatch, ctas: int, size: int, of_eight: int
+) -> None:
     sms = 132
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=sms))
-    assert cluster_size(ctas, DEVICE) == size
+    assert (cluster_size(ctas, DEVICE), cluster_size(ctas, DEVICE, 8)) == (size, of_eight)
     sms = 96
-    assert cluster_size(ctas, DEVICE) == 1
+    assert (cluster_size(ctas, DEVICE), cluster_size(ctas, DEVICE, 8)) == (1, 1)

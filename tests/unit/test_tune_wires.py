@@ -75,7 +75,9 @@ def found(us: Any = us_of) -> dict[tuple[str, str], MeasuredWire]:
 def test_only_contenders_of_the_benchmark_are_asked_for() -> None:
     (stage,) = SPEC.stages()
     assert stage.name == "wires tp2" and stage.bench.wires == ("exact", *WIRES)
-    assert set(stage.bench.only) <= {variant.label for variant in by_wires(OURS, stage.bench.wires)}
+    assert set(stage.bench.only) <= {
+        variant.label for variant in by_wires(OURS, stage.bench.wires, stage.bench.world_size)
+    }
     check_wires(stage.bench)
     assert {"tw-push-one-shot", "tw-host-one-shot", "tw-host-words"} <= {
         *stage.bench.only

@@ -146,10 +146,11 @@ OURS = variants("cuda")
 OURS_ON_CPU = variants("cpu")
 
 
-def by_wires(exact: Sequence[Variant], wires: Iterable[str]) -> tuple[Variant, ...]:
+def by_wires(exact: Sequence[Variant], wires: Iterable[str], world_size: int) -> tuple[Variant, ...]:
     """The variants for each wire: all of ``exact`` for exact rows, else those whose algorithm lets rows travel in codes.
 
-    Tables of kernels are not asked about rows in codes. So no table can ask for the variants with codes.
+    Rows in codes have the SMs that they get with so many ranks. Tables of kernels are not asked about rows in codes. So no
+    table can ask for the variants with codes.
     """
     able = [each for each in exact if each.algorithm is not None and ALGORITHMS[each.algorithm].wires]
     listed: list[Variant] = []
@@ -157,13 +158,13 @@ def by_wires(exact: Sequence[Variant], wires: Iterable[str]) -> tuple[Variant, .
         if wire == EXACT:
             listed += exact
         else:
-            listed += [_with_wire(each, wire) for each in able]
+            listed += [_with_wire(each, wire, world_size) for each in able]
     return tuple(listed)
 
 
-def _with_wire(exact: Variant, wire: str) -> Variant:
+def _with_wire(exact: Variant, wire: str, world_size: int) -> Variant:
     assert exact.algorithm is not None, "only algorithms have wires"
-    sms = ALGORITHMS[exact.algorithm].wire_sms or exact.sms
+    sms = ALGORITHMS[exact.algorithm].coded_sms(world_size) or exact.sms
     return replace(exact, label=f"{exact.label}-{wire}", algorithm=None, wire=wire, sms=sms)
 
 
@@ -205,7 +206,10 @@ def before_gemms(exact: Sequence[Variant], columns: Iterable[int], prefetch: Seq
 def taking_part(spec: BenchSpec) -> tuple[Variant, ...]:
     """The variants of ours for the wires, the norms and the matmuls of ``spec``."""
     ours = OURS if spec.device == "cuda" else OURS_ON_CPU
-    listed = (*by_norms(by_wires(ours, spec.wires), spec.norms), *before_gemms(ours, spec.gemms, spec.prefetch))
+    listed = (
+        *by_norms(by_wires(ours, spec.wires, spec.world_size), spec.norms),
+        *before_gemms(ours, spec.gemms, spec.prefetch),
+    )
     return tuple(variant for variant in listed if not variant.on_request or variant.label in spec.only)
 
 
@@ -265,7 +269,7 @@ def check_wires(spec: BenchSpec) -> None:
     ours = OURS if spec.device == "cuda" else OURS_ON_CPU
     for wire in spec.wires:
         group = WIRES[wire].group
-        if wire != EXACT and not with_labels(by_wires(ours, (wire,)), spec.only):
+        if wire != EXACT and not with_labels(by_wires(ours, (wire,), spec.world_size), spec.only):
             among = f"--only {','.join(spec.only)}" if spec.only else f"--device {spec.device}"
             raise UsageError(f"--wire: expected {EXACT}, as no contender of {among} has rows in codes, got {wire!r}")
         odd = next((size for size in spec.hidden if size % group), None)

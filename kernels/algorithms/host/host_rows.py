@@ -41,6 +41,10 @@ MOST_RING_BYTES = 256 * 1024
 _HALVES = 2
 _WIDE_GROUP = 128
 """Columns of groups so wide that a warp has less than a sector of their words (``FEW_WORDS`` of wire.cuh)."""
+_CODED_CLUSTER = 8
+"""The most CTAs of a cluster of a call with codes beside other work. Two such calls are under way at a time. We believe that in
+pairs they take twice the SMs that GEMMs leave, and that a large cluster waits until a call or a GEMM ends. Layers with int8
+took 5% to 18% more in pairs than before in clusters of eight (``benchmarks/host-memory-notes.md``, "Codes in pairs")."""
 COUNTERS_BYTES = MAX_CTAS * 64
 _ALIGNMENT = 128
 
@@ -229,7 +233,10 @@ class HostRows(RowKernel):
         """CTAs of a cluster: may be more than one beside other work (``side_stream.py``) on devices that have clusters."""
         if not request.overlap_sms or torch.cuda.get_device_capability(state.device) < HOPPER:
             return 1
-        return cluster_size(self._ctas(request, state), state.device)
+        ctas = self._ctas(request, state)
+        if request.wire == EXACT:
+            return cluster_size(ctas, state.device)
+        return cluster_size(ctas, state.device, _CODED_CLUSTER)
 
     def _ctas(self, request: Request, state: GroupState) -> int:
         groups = self._own_shape(request, state).groups
