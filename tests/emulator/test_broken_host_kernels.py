@@ -81,7 +81,7 @@ BROKEN_WORDS: dict[str, tuple[Run, str, str]] = {
 BROKEN_ROWS: dict[str, tuple[Run, str, str]] = {
     "announces what is not in memory yet": (ONE_SHOT, "      fence_sys();\n", ""),
     "announces news that has come behind the fence": (
-        ONE_SHOT,
+        TWO_SHOT,
         "      for (int i = 0; i < COUNTERS; ++i) done[i] = load_acquire_cta(&shared.done[i]);\n      fence_sys();\n",
         "      fence_sys();\n      for (int i = 0; i < COUNTERS; ++i) done[i] = load_acquire_cta(&shared.done[i]);\n",
     ),
