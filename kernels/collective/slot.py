@@ -34,7 +34,7 @@ NOT_ARRIVED = -(2**31)
 
 OUTBOX, WORDS = "outbox", "words"
 HOST_MAX_CTAS = 24
-"""The most CTAs of a call of host_rows.cu. This number fills a bus. An outbox has rings for all of these CTAs."""
+"""The most CTAs of a call of host_rows.cu. Two ranks have them for rows in codes. An outbox has rings for all of them."""
 
 _STATE_WORDS = {INBOX: 4, FED: STATE_WORDS, OUTBOX: 2 * HOST_MAX_CTAS, WORDS: 2}
 """How many int32 words a kernel keeps beside its buffer, by the buffer's name. They are PushState of push.cu, FedState of
