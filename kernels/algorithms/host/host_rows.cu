@@ -45,9 +45,8 @@
 // With a wire (wire.cuh) partial sums travel to the owners of their rows in codes, and so do the normalised rows from their
 // owners; see push.cu. A warp has the codes of a few groups of columns. If each warp moved the words of its groups, they would
 // be transactions of a few bytes, half as many as those of the codes. So a row's words are gathered in shared memory, and
-// neighbouring threads move them. Warp 0 stores them behind the turn's barrier, before it counts what the turn has done. Where
-// the groups of partial sums are narrow, a warp has words enough, and moves them itself.
-//
+// neighbouring threads move them. Warp 0 stores them behind the turn's barrier, before it counts what the turn has done. Of
+// rows with narrow groups a warp has words enough, and moves them itself.
 // Set by definitions, beside those of row.cuh, wire.cuh and EPILOGUE: WORLD_SIZE, THREADS (of a row), GROUPS, ONE_SHOT, RING,
 // AHEAD, BEHIND, RESULT_RING, DEPTH (0: rows are loaded when they are added up), MAX_CTAS, SHARED_BYTES, RESIDUAL_SHARDED,
 // RESIDUAL_OUT, SPIN_LIMIT.
@@ -119,11 +118,13 @@ enum Counter { SENT, COMPUTED, READ, TAKEN, COUNTERS };
 
 // Shared memory of one turn of what comes from the peers: partial sums, and results of an earlier turn. Each thread has bytes
 // of its own.
-inline constexpr bool GATHERS = DEPTH > 0 && SumRow::FEW_WORDS;  // then a row's words lie behind the threads' bytes
-inline constexpr int SUM_BYTES = SumRow::STAGED_BYTES / (GATHERS ? 2 : 1);
-inline constexpr int RESULT_BYTES = ONE_SHOT ? 0 : ResultRow::STAGED_BYTES / (GATHERS && ResultRow::CODED ? 2 : 1);
+template <typename Travelling>  // whether a row's words gather: then they lie behind the threads' bytes
+inline constexpr bool GATHERED = DEPTH > 0 && SumRow::CODED && Travelling::FEW_WORDS;
+inline constexpr bool GATHERS = GATHERED<SumRow> || GATHERED<ResultRow>;
+inline constexpr int SUM_BYTES = SumRow::STAGED_BYTES / (GATHERED<SumRow> ? 2 : 1);
+inline constexpr int RESULT_BYTES = ONE_SHOT ? 0 : ResultRow::STAGED_BYTES / (GATHERED<ResultRow> ? 2 : 1);
 inline constexpr int KEPT_BYTES = !ONE_SHOT && RESIDUAL_OUT == ALL_ROWS ? sizeof(Eight<RESIDUAL_OUT_TYPE>) : 0;
-inline constexpr int SUM_WORDS = GATHERS ? SumRow::WORDS : 0, RESULT_WORDS = GATHERS ? ResultRow::WORDS : 0;
+inline constexpr int SUM_WORDS = GATHERED<SumRow> * SumRow::WORDS, RESULT_WORDS = GATHERED<ResultRow> * ResultRow::WORDS;
 inline constexpr int WORDS_OFFSET = PEERS * VECTORS * (SUM_BYTES + RESULT_BYTES + KEPT_BYTES) * WORKERS;
 inline constexpr int STAGE_BYTES = (WORDS_OFFSET + PEERS * GROUPS * (SUM_WORDS + RESULT_WORDS) * 4 + 15) / 16 * 16;
 // Words that are gathered before they leave: of the rows that a turn sends, then of those that it computes. There are two
@@ -267,7 +268,7 @@ struct Worker {
     SumRow::PieceOf<Sent::WIDTH> pieces[Sent::VECTORS];
     SumRow::encode(pieces, row);
     Sent::each(thread, [&](int v, Column column) {
-      store_gathering<GATHERS>(SumRow::at(to, column), pieces[v], sums_leaving(turn, step), column);
+      store_gathering<GATHERED<SumRow>>(SumRow::at(to, column), pieces[v], sums_leaving(turn, step), column);
     });
   }
 
@@ -280,10 +281,10 @@ struct Worker {
   }
   // For the first warp of a group: stores the words of rows that it sent in this turn, and computed in the one before.
   DEVICE void store_gathered(int turn, int computed) const {
-    if constexpr (GATHERS)
+    if constexpr (GATHERED<SumRow>)
       for (int step = 0; step < STEPS; ++step)
         if (sends(turn, step)) store_words<SumRow>(sent_row(p.rank, step, turn), sums_leaving(turn, step), thread);
-    if constexpr (GATHERS && ResultRow::CODED)
+    if constexpr (GATHERED<ResultRow>)
       if (computes(computed))
         store_words<ResultRow>((ResultRow::Element*)computed_row(p.rank, computed), result_leaving(computed), thread);
   }
@@ -330,7 +331,7 @@ struct Worker {
     for (int piece = 0; piece < BYTES / PIECE; ++piece)
       copy_to_shared<PIECE>(to + (piece * WORKERS + worker) * PIECE, (const uint8_t*)from + piece * PIECE);
   }
-  template <typename T>
+  template <bool = false, typename T>
   DEVICE void get_vector(Eight<T>& eight, const uint8_t* from, const uint8_t* = nullptr) const {
     constexpr int PIECE = smaller(sizeof eight, 16);
     for_pieces(eight, [&](auto& words, int offset) { load_shared(words, from + offset * WORKERS + worker * PIECE); });
@@ -342,12 +343,12 @@ struct Worker {
   DEVICE void ask_vector(InRow<Travelling> from, uint8_t* to) const {
     constexpr int BYTES = Travelling::BITS * WIDTH / 8;
     copy_to_shared<BYTES>(to + worker * BYTES, from.codes);
-    if constexpr (!GATHERS) copy_to_shared<4>(to + WORKERS * BYTES + worker * 4, from.word);
+    if constexpr (!GATHERED<Travelling>) copy_to_shared<4>(to + WORKERS * BYTES + worker * 4, from.word);
   }
-  template <int BITS, int WIDTH>
+  template <bool WORDS_APART, int BITS, int WIDTH>
   DEVICE void get_vector(InCodes<BITS, WIDTH>& piece, const uint8_t* from, const uint8_t* word) const {
     load_shared(piece.codes, from + worker * sizeof piece.codes);
-    load_shared(piece.word, GATHERS ? word : from + WORKERS * sizeof piece.codes + worker * 4);
+    load_shared(piece.word, WORDS_APART ? word : from + WORKERS * sizeof piece.codes + worker * 4);
   }
 
   // Asks for the peers' partial sums of a turn, and for their results of the earlier turn that is taken together with it.
@@ -361,7 +362,7 @@ struct Worker {
             Row::each(thread, [&](int v, Column column) {
               ask_vector(SumRow::at(from, column), staged(turn, peer, v, 0, SUM_BYTES));
             });
-            if constexpr (GATHERS) ask_words<SumRow, THREADS>(from, staged_words(turn, peer, 0, SUM_WORDS), thread);
+            if constexpr (GATHERED<SumRow>) ask_words<SumRow, THREADS>(from, staged_words(turn, peer, 0, SUM_WORDS), thread);
           }
       }
       if constexpr (!ONE_SHOT) {
@@ -374,7 +375,7 @@ struct Worker {
               ask_vector<Taken::WIDTH>(ResultRow::at((const ResultRow::Element*)from, column), to);
             });
             uint8_t* const words = staged_words(turn, step, SUM_WORDS, RESULT_WORDS);
-            if constexpr (GATHERS) ask_words<ResultRow, THREADS>((const ResultRow::Element*)from, words, thread);
+            if constexpr (GATHERED<ResultRow>) ask_words<ResultRow, THREADS>((const ResultRow::Element*)from, words, thread);
             if constexpr (RESIDUAL_OUT == ALL_ROWS)
               Row::each(thread, [&](int v, Column column) {
                 ask_vector((const RESIDUAL_OUT_TYPE*)(from + HIDDEN_ROW) + column,
@@ -409,8 +410,8 @@ struct Worker {
 #pragma unroll
     for (int peer = 0; peer < PEERS; ++peer) {
       if constexpr (DEPTH > 0)
-        get_vector(got[peer], staged(turn, peer, v, 0, SUM_BYTES),
-                   SumRow::word_in(staged_words(turn, peer, 0, SUM_WORDS), column));
+        get_vector<GATHERED<SumRow>>(got[peer], staged(turn, peer, v, 0, SUM_BYTES),
+                                     SumRow::word_in(staged_words(turn, peer, 0, SUM_WORDS), column));
       else
         load_strong(got[peer], SumRow::at(row_from(peer, turn), column));
     }
@@ -440,8 +441,8 @@ struct Worker {
       Taken::each(thread, [&](int v, Column column) {
         ResultRow::PieceOf<Taken::WIDTH> result;
         if constexpr (DEPTH > 0)
-          get_vector(result, staged(turn, step, v * Taken::EIGHTS, SUM_BYTES, RESULT_BYTES),
-                     ResultRow::word_in(staged_words(turn, step, SUM_WORDS, RESULT_WORDS), column));
+          get_vector<GATHERED<ResultRow>>(result, staged(turn, step, v * Taken::EIGHTS, SUM_BYTES, RESULT_BYTES),
+                                          ResultRow::word_in(staged_words(turn, step, SUM_WORDS, RESULT_WORDS), column));
         else
           load_strong(result, ResultRow::at((const ResultRow::Element*)from, column));
 #if SCALE_COLUMNS
@@ -541,7 +542,7 @@ struct Worker {
           if (!in_row) return;
           store_result(p.hidden, p.tokens, row, column, piece);
           if constexpr (!ONE_SHOT)
-            store_gathering<GATHERS>(ResultRow::at((ResultRow::Element*)to, column), piece, words, column);
+            store_gathering<GATHERED<ResultRow>>(ResultRow::at((ResultRow::Element*)to, column), piece, words, column);
         });
 #else
         Eight<HIDDEN_TYPE> results[VECTORS];
@@ -553,7 +554,7 @@ struct Worker {
         Row::each(thread, [&](int v, Column column) {
           store(p.hidden + row * HIDDEN + column, results[v]);
           if constexpr (!ONE_SHOT)
-            store_gathering<GATHERS>(ResultRow::at((ResultRow::Element*)to, column), pieces[v], words, column);
+            store_gathering<GATHERED<ResultRow>>(ResultRow::at((ResultRow::Element*)to, column), pieces[v], words, column);
         });
 #endif
       }

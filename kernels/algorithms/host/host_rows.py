@@ -181,12 +181,14 @@ def shape_of(
 
 
 def _gathered_words(request: Request) -> tuple[int, int]:
-    """Words of groups of a partial sum and of a result, if a row's threads gather them (``GATHERS`` of host_rows.cu)."""
+    """Words of groups of a partial sum and of a result, if a row's threads gather them (``GATHERED`` of host_rows.cu)."""
     hidden_size, norm, wire = request.x.shape[1], request.norm, WIRES[request.wire]
-    if wire.sums is None or wire.sums.group < _WIDE_GROUP:
+    if wire.sums is None:
         return 0, 0
     of_result = norm.scale_columns or (wire.results.group if wire.results and norm.hidden_dtype != FP8 else 0)
-    return hidden_size // wire.sums.group, hidden_size // of_result if of_result else 0
+    groups = (group if group >= _WIDE_GROUP else 0 for group in (wire.sums.group, of_result))
+    sums, results = (hidden_size // group if group else 0 for group in groups)
+    return sums, results
 
 
 def _aligned(nbytes: int, alignment: int) -> int:
