@@ -16,7 +16,6 @@ template <typename T>
 struct Exact {
   static constexpr bool CODED = false;
   static constexpr int WORDS = 0;
-  static constexpr bool FEW_WORDS = false;
   static constexpr int ROW = HIDDEN;  // elements
   static constexpr uint64_t ROW_BYTES = HIDDEN * sizeof(T);
   static constexpr int STAGED_BYTES = sizeof(Eight<T>);  // bytes of eight columns in shared memory
@@ -191,7 +190,6 @@ struct Codes {
   static constexpr bool CODED = true;
   static constexpr int LANES = COLUMNS / 8;  // lanes that hold a group
   static constexpr int WORDS = HIDDEN / COLUMNS;
-  static constexpr bool FEW_WORDS = COLUMNS > 64;  // a warp, with 256 columns, has less than a sector of 32 bytes of them
   static constexpr int LEVELS = (1 << BITS) - 2;
   static constexpr uint64_t WORDS_OFFSET = HIDDEN * BITS / 8;
   // Rounded up to 32 bytes, so that accesses are aligned and no two rows share what a cache loads at a time (travelling_bytes).
@@ -337,14 +335,14 @@ DEVICE void store(InRow<Row> place, const InCodes<BITS, WIDTH>& piece) {
 }
 
 // Rows whose words gather in shared memory, so that few threads move them together. Stores a thread's part of a row; `words`
-// are those of the row. If not GATHERS, the word is stored with the codes.
-template <bool GATHERS, typename T>
+// are those of the row. If no WORDS gather, the word is stored with the codes.
+template <int WORDS, typename T>
 DEVICE void store_gathering(T* to, const Eight<T>& piece, uint32_t*, uint32_t) {
   store(to, piece);
 }
-template <bool GATHERS, typename Row, int BITS, int WIDTH>
+template <int WORDS, typename Row, int BITS, int WIDTH>
 DEVICE void store_gathering(InRow<Row> to, const InCodes<BITS, WIDTH>& piece, uint32_t* words, uint32_t column) {
-  if constexpr (!GATHERS) return store(to, piece);
+  if constexpr (WORDS == 0) return store(to, piece);
   store_global(to.codes, piece.codes);
   if (to.first_of_group) *(uint32_t*)Row::word_in((uint8_t*)words, column) = piece.word[0];
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -31,10 +32,12 @@ def rows(
     ahead: int = 2,
     depth: int = 2,
     behind: int = 3,
+    overlap_sms: int = 0,
     **options: Any,
 ) -> RowsMachine:
     form = form.for_one_shot() if one_shot else form
     request = make_call(form, partial_sums(world_size, 1, hidden_size, form.dtype, 0), 0).ranks[0].request
+    request = replace(request, overlap_sms=overlap_sms)
     results = (0, 1) if one_shot else (max(behind, depth + 1), max(behind, depth + 1) + 1)
     shape = shape_of(request, world_size, one_shot, threads, groups, ring, ahead, depth, *results)
     return RowsMachine(world_size, hidden_size, form, one_shot=one_shot, shape=shape, seed=seed, **options)

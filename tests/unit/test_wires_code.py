@@ -92,7 +92,7 @@ def test_host_rows_have_few_instructions(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hidden_size: int, world_size: int, most: int
 ) -> None:
     """They limit calls on few SMs. At most two values lie in local memory."""
-    asked = on("int8", request(hidden_size, cast=BF16, residual_out="sharded"))
+    asked = replace(on("int8", request(hidden_size, cast=BF16, residual_out="sharded")), overlap_sms=8)
     cubin = program_of("host_rows", asked, world_size, (9, 0), monkeypatch).cubin()
     assert resources(cubin, tmp_path)["STACK"] <= 8
     assert len(instructions(cubin, tmp_path)) <= most

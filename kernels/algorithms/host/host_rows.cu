@@ -44,12 +44,12 @@
 //
 // With a wire (wire.cuh) partial sums travel to the owners of their rows in codes, and so do the normalised rows from their
 // owners; see push.cu. A warp has the codes of a few groups of columns. If each warp moved the words of its groups, they would
-// be transactions of a few bytes, half as many as those of the codes. So a row's words are gathered in shared memory, and
-// neighbouring threads move them. Warp 0 stores them behind the turn's barrier, before it counts what the turn has done. Of
-// rows with narrow groups a warp has words enough, and moves them itself.
+// be transactions of a few bytes, half as many as those of the codes. So a row's words may be gathered in shared memory, and
+// neighbouring threads move them. Warp 0 stores them behind the turn's barrier, before it counts what the turn has done.
+//
 // Set by definitions, beside those of row.cuh, wire.cuh and EPILOGUE: WORLD_SIZE, THREADS (of a row), GROUPS, ONE_SHOT, RING,
 // AHEAD, BEHIND, RESULT_RING, DEPTH (0: rows are loaded when they are added up), MAX_CTAS, SHARED_BYTES, RESIDUAL_SHARDED,
-// RESIDUAL_OUT, SPIN_LIMIT.
+// RESIDUAL_OUT, SPIN_LIMIT, SUM_WORDS and RESULT_WORDS (words that gather of a row of partial sums and of results, or 0).
 
 #include "epilogue.cuh"
 #include "wire.cuh"
@@ -118,13 +118,12 @@ enum Counter { SENT, COMPUTED, READ, TAKEN, COUNTERS };
 
 // Shared memory of one turn of what comes from the peers: partial sums, and results of an earlier turn. Each thread has bytes
 // of its own.
-template <typename Travelling>  // whether a row's words gather: then they lie behind the threads' bytes
-inline constexpr bool GATHERED = DEPTH > 0 && SumRow::CODED && Travelling::FEW_WORDS;
-inline constexpr bool GATHERS = GATHERED<SumRow> || GATHERED<ResultRow>;
-inline constexpr int SUM_BYTES = SumRow::STAGED_BYTES / (GATHERED<SumRow> ? 2 : 1);
-inline constexpr int RESULT_BYTES = ONE_SHOT ? 0 : ResultRow::STAGED_BYTES / (GATHERED<ResultRow> ? 2 : 1);
+static_assert(SUM_WORDS == 0 || SUM_WORDS == SumRow::WORDS, "all words of a row gather, or none");
+static_assert(RESULT_WORDS == 0 || RESULT_WORDS == ResultRow::WORDS, "all words of a row gather, or none");
+inline constexpr bool GATHERS = SUM_WORDS + RESULT_WORDS > 0;  // then words lie behind the threads' bytes
+inline constexpr int SUM_BYTES = SumRow::STAGED_BYTES / (SUM_WORDS > 0 ? 2 : 1);
+inline constexpr int RESULT_BYTES = ONE_SHOT ? 0 : ResultRow::STAGED_BYTES / (RESULT_WORDS > 0 ? 2 : 1);
 inline constexpr int KEPT_BYTES = !ONE_SHOT && RESIDUAL_OUT == ALL_ROWS ? sizeof(Eight<RESIDUAL_OUT_TYPE>) : 0;
-inline constexpr int SUM_WORDS = GATHERED<SumRow> * SumRow::WORDS, RESULT_WORDS = GATHERED<ResultRow> * ResultRow::WORDS;
 inline constexpr int WORDS_OFFSET = PEERS * VECTORS * (SUM_BYTES + RESULT_BYTES + KEPT_BYTES) * WORKERS;
 inline constexpr int STAGE_BYTES = (WORDS_OFFSET + PEERS * GROUPS * (SUM_WORDS + RESULT_WORDS) * 4 + 15) / 16 * 16;
 // Words that are gathered before they leave: of the rows that a turn sends, then of those that it computes. There are two
@@ -268,7 +267,7 @@ struct Worker {
     SumRow::PieceOf<Sent::WIDTH> pieces[Sent::VECTORS];
     SumRow::encode(pieces, row);
     Sent::each(thread, [&](int v, Column column) {
-      store_gathering<GATHERED<SumRow>>(SumRow::at(to, column), pieces[v], sums_leaving(turn, step), column);
+      store_gathering<SUM_WORDS>(SumRow::at(to, column), pieces[v], sums_leaving(turn, step), column);
     });
   }
 
@@ -281,10 +280,10 @@ struct Worker {
   }
   // For the first warp of a group: stores the words of rows that it sent in this turn, and computed in the one before.
   DEVICE void store_gathered(int turn, int computed) const {
-    if constexpr (GATHERED<SumRow>)
+    if constexpr (SUM_WORDS > 0)
       for (int step = 0; step < STEPS; ++step)
         if (sends(turn, step)) store_words<SumRow>(sent_row(p.rank, step, turn), sums_leaving(turn, step), thread);
-    if constexpr (GATHERED<ResultRow>)
+    if constexpr (RESULT_WORDS > 0)
       if (computes(computed))
         store_words<ResultRow>((ResultRow::Element*)computed_row(p.rank, computed), result_leaving(computed), thread);
   }
@@ -325,13 +324,13 @@ struct Worker {
   DEVICE uint8_t* staged_words(uint32_t turn, int step, int before, int words) const {
     return stage_of(turn) + WORDS_OFFSET + (PEERS * GROUPS * before + (step * GROUPS + group) * words) * 4;
   }
-  template <int WIDTH = 8, typename T>
+  template <int WORDS = 0, int WIDTH = 8, typename T>
   DEVICE void ask_vector(const T* from, uint8_t* to) const {
     constexpr int BYTES = sizeof(Eight<T>), PIECE = smaller(BYTES, 16);
     for (int piece = 0; piece < BYTES / PIECE; ++piece)
       copy_to_shared<PIECE>(to + (piece * WORKERS + worker) * PIECE, (const uint8_t*)from + piece * PIECE);
   }
-  template <bool = false, typename T>
+  template <int WORDS = 0, typename T>
   DEVICE void get_vector(Eight<T>& eight, const uint8_t* from, const uint8_t* = nullptr) const {
     constexpr int PIECE = smaller(sizeof eight, 16);
     for_pieces(eight, [&](auto& words, int offset) { load_shared(words, from + offset * WORKERS + worker * PIECE); });
@@ -339,16 +338,16 @@ struct Worker {
 
   // The stage of a wide piece is that of two vectors. If words are gathered, threads ask for other groups' words, so all of
   // them must meet before one reads a word.
-  template <int WIDTH = 8, typename Travelling>
+  template <int WORDS, int WIDTH = 8, typename Travelling>
   DEVICE void ask_vector(InRow<Travelling> from, uint8_t* to) const {
     constexpr int BYTES = Travelling::BITS * WIDTH / 8;
     copy_to_shared<BYTES>(to + worker * BYTES, from.codes);
-    if constexpr (!GATHERED<Travelling>) copy_to_shared<4>(to + WORKERS * BYTES + worker * 4, from.word);
+    if constexpr (WORDS == 0) copy_to_shared<4>(to + WORKERS * BYTES + worker * 4, from.word);
   }
-  template <bool WORDS_APART, int BITS, int WIDTH>
+  template <int WORDS, int BITS, int WIDTH>
   DEVICE void get_vector(InCodes<BITS, WIDTH>& piece, const uint8_t* from, const uint8_t* word) const {
     load_shared(piece.codes, from + worker * sizeof piece.codes);
-    load_shared(piece.word, WORDS_APART ? word : from + WORKERS * sizeof piece.codes + worker * 4);
+    load_shared(piece.word, WORDS > 0 ? word : from + WORKERS * sizeof piece.codes + worker * 4);
   }
 
   // Asks for the peers' partial sums of a turn, and for their results of the earlier turn that is taken together with it.
@@ -360,9 +359,9 @@ struct Worker {
           for (int peer = 0; peer < PEERS; ++peer) {
             const SumRow::Element* const from = row_from(peer, turn);
             Row::each(thread, [&](int v, Column column) {
-              ask_vector(SumRow::at(from, column), staged(turn, peer, v, 0, SUM_BYTES));
+              ask_vector<SUM_WORDS>(SumRow::at(from, column), staged(turn, peer, v, 0, SUM_BYTES));
             });
-            if constexpr (GATHERED<SumRow>) ask_words<SumRow, THREADS>(from, staged_words(turn, peer, 0, SUM_WORDS), thread);
+            if constexpr (SUM_WORDS > 0) ask_words<SumRow, THREADS>(from, staged_words(turn, peer, 0, SUM_WORDS), thread);
           }
       }
       if constexpr (!ONE_SHOT) {
@@ -372,10 +371,10 @@ struct Worker {
           each_owner(taken, [&](int step, const uint8_t* from, uint64_t) {
             Taken::each(thread, [&](int v, Column column) {
               uint8_t* const to = staged(turn, step, v * Taken::EIGHTS, SUM_BYTES, RESULT_BYTES);
-              ask_vector<Taken::WIDTH>(ResultRow::at((const ResultRow::Element*)from, column), to);
+              ask_vector<RESULT_WORDS, Taken::WIDTH>(ResultRow::at((const ResultRow::Element*)from, column), to);
             });
             uint8_t* const words = staged_words(turn, step, SUM_WORDS, RESULT_WORDS);
-            if constexpr (GATHERED<ResultRow>) ask_words<ResultRow, THREADS>((const ResultRow::Element*)from, words, thread);
+            if constexpr (RESULT_WORDS > 0) ask_words<ResultRow, THREADS>((const ResultRow::Element*)from, words, thread);
             if constexpr (RESIDUAL_OUT == ALL_ROWS)
               Row::each(thread, [&](int v, Column column) {
                 ask_vector((const RESIDUAL_OUT_TYPE*)(from + HIDDEN_ROW) + column,
@@ -410,8 +409,8 @@ struct Worker {
 #pragma unroll
     for (int peer = 0; peer < PEERS; ++peer) {
       if constexpr (DEPTH > 0)
-        get_vector<GATHERED<SumRow>>(got[peer], staged(turn, peer, v, 0, SUM_BYTES),
-                                     SumRow::word_in(staged_words(turn, peer, 0, SUM_WORDS), column));
+        get_vector<SUM_WORDS>(got[peer], staged(turn, peer, v, 0, SUM_BYTES),
+                              SumRow::word_in(staged_words(turn, peer, 0, SUM_WORDS), column));
       else
         load_strong(got[peer], SumRow::at(row_from(peer, turn), column));
     }
@@ -441,8 +440,8 @@ struct Worker {
       Taken::each(thread, [&](int v, Column column) {
         ResultRow::PieceOf<Taken::WIDTH> result;
         if constexpr (DEPTH > 0)
-          get_vector<GATHERED<ResultRow>>(result, staged(turn, step, v * Taken::EIGHTS, SUM_BYTES, RESULT_BYTES),
-                                          ResultRow::word_in(staged_words(turn, step, SUM_WORDS, RESULT_WORDS), column));
+          get_vector<RESULT_WORDS>(result, staged(turn, step, v * Taken::EIGHTS, SUM_BYTES, RESULT_BYTES),
+                                   ResultRow::word_in(staged_words(turn, step, SUM_WORDS, RESULT_WORDS), column));
         else
           load_strong(result, ResultRow::at((const ResultRow::Element*)from, column));
 #if SCALE_COLUMNS
@@ -542,7 +541,7 @@ struct Worker {
           if (!in_row) return;
           store_result(p.hidden, p.tokens, row, column, piece);
           if constexpr (!ONE_SHOT)
-            store_gathering<GATHERED<ResultRow>>(ResultRow::at((ResultRow::Element*)to, column), piece, words, column);
+            store_gathering<RESULT_WORDS>(ResultRow::at((ResultRow::Element*)to, column), piece, words, column);
         });
 #else
         Eight<HIDDEN_TYPE> results[VECTORS];
@@ -554,7 +553,7 @@ struct Worker {
         Row::each(thread, [&](int v, Column column) {
           store(p.hidden + row * HIDDEN + column, results[v]);
           if constexpr (!ONE_SHOT)
-            store_gathering<GATHERED<ResultRow>>(ResultRow::at((ResultRow::Element*)to, column), pieces[v], words, column);
+            store_gathering<RESULT_WORDS>(ResultRow::at((ResultRow::Element*)to, column), pieces[v], words, column);
         });
 #endif
       }

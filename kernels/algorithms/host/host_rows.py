@@ -40,7 +40,7 @@ MOST_RING_BYTES = 256 * 1024
 """The most bytes of partial sums in a ring. If turns are long, a ring has fewer turns, but at least two."""
 _HALVES = 2
 _WIDE_GROUP = 128
-"""Columns of groups so wide that a warp has less than a sector of their words (``FEW_WORDS`` of wire.cuh)."""
+"""Columns of groups so wide that a warp, with 256 columns, has less than a sector of 32 bytes of their words."""
 _CODED_CLUSTER = 8
 """The most CTAs of a cluster of a call with codes beside other work. Two such calls are under way at a time. We believe that in
 pairs they take twice the SMs that GEMMs leave, and that a large cluster waits until a call or a GEMM ends. Layers with int8
@@ -85,6 +85,7 @@ def stage_budget(capability: tuple[int, int]) -> int:
 class Shape:
     """How a CTA handles rows, in the terms of host_rows.cu.
 
+    ``sum_words`` and ``result_words``: words of groups of a row that its threads gather; 0 where each thread moves its own.
     ``half_bytes``: bytes of an outbox that one CTA needs per call. ``stage_bytes``: how many of the ``shared_bytes`` are for
     rows that are on their way.
     """
@@ -96,6 +97,8 @@ class Shape:
     depth: int
     behind: int
     result_ring: int
+    sum_words: int
+    result_words: int
     shared_bytes: int
     stage_bytes: int
     half_bytes: int
@@ -115,6 +118,8 @@ class Shape:
             "DEPTH": self.depth,
             "BEHIND": self.behind,
             "RESULT_RING": self.result_ring,
+            "SUM_WORDS": self.sum_words,
+            "RESULT_WORDS": self.result_words,
             "SHARED_BYTES": self.shared_bytes,
             "MAX_CTAS": MAX_CTAS,
         }
@@ -177,17 +182,23 @@ def shape_of(
     statistics = statistics_bytes(request, groups, threads // 32)
     shared_bytes = _aligned(16 + 24 * world_size + statistics, _ALIGNMENT) + stage_bytes
     half_bytes = _aligned(ring * turn_bytes + result_ring * groups * computed_bytes, _ALIGNMENT)
-    return Shape(threads, groups, ring, ahead, depth, behind, result_ring, shared_bytes, stage_bytes, half_bytes)
+    words_apart = (sum_words, result_words)
+    return Shape(
+        threads, groups, ring, ahead, depth, behind, result_ring, *words_apart, shared_bytes, stage_bytes, half_bytes
+    )
 
 
 def _gathered_words(request: Request) -> tuple[int, int]:
-    """Words of groups of a partial sum and of a result, if a row's threads gather them (``GATHERED`` of host_rows.cu)."""
+    """Words of groups of a partial sum and of a result that a row's threads gather.
+
+    Then fewer transactions take the bus, but a turn has one more barrier. That pays where a call has SMs enough. Beside other
+    work it does not: layers of 4096 tokens took 1994 us with it and 1763 without (``benchmarks/host-memory-notes.md``).
+    """
     hidden_size, norm, wire = request.x.shape[1], request.norm, WIRES[request.wire]
-    if wire.sums is None:
+    if wire.sums is None or request.overlap_sms:
         return 0, 0
     of_result = norm.scale_columns or (wire.results.group if wire.results and norm.hidden_dtype != FP8 else 0)
-    groups = (group if group >= _WIDE_GROUP else 0 for group in (wire.sums.group, of_result))
-    sums, results = (hidden_size // group if group else 0 for group in groups)
+    sums, results = (hidden_size // group if group >= _WIDE_GROUP else 0 for group in (wire.sums.group, of_result))
     return sums, results
 
 
