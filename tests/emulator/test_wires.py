@@ -189,7 +189,7 @@ def test_calls_with_wires_follow_each_other(make: Make, world_size: int, hidden_
 def test_words_do_not_gather_beside_other_work(wire: str) -> None:
     for seed, overlap_sms in enumerate((0, 8)):
         machine = host(2, 1024, LLAMA.on(wire), seed, depth=2, overlap_sms=overlap_sms)
-        assert (machine.shape.result_words > 0) == (overlap_sms == 0)
+        assert (machine.shape.gathered.results > 0) == (overlap_sms == 0)
         for tokens, max_sms in ((5, 2), (1, 2), (MOST_TOKENS, 3), (2, 1)):
             machine.call(tokens, max_sms)
         machine.run()
@@ -452,7 +452,7 @@ BROKEN: dict[str, tuple[Callable[[Path, int], None], Path, str, str, str]] = {
         partial(RUN_HOST, wire="int6"),
         HOST,
         "host_rows.cu",
-        "if constexpr (RESULT_WORDS > 0)\n      if (computes(computed))",
+        "if constexpr (RESULTS_LEAVING > 0)\n      if (computes(computed))",
         "if constexpr (false)\n      if (computes(computed))",
     ),
     "host: words of results with narrow sums are read before all threads have them": (
@@ -460,7 +460,7 @@ BROKEN: dict[str, tuple[Callable[[Path, int], None], Path, str, str, str]] = {
         HOST,
         "host_rows.cu",
         "if (GATHERS && computing >= 0) {",
-        "if (SUM_WORDS > 0 && computing >= 0) {",
+        "if (SUMS_LEAVING > 0 && computing >= 0) {",
     ),
     "the extremes of the first vector for all": (
         partial(RUN_HOST, wire="int8", hidden_size=1024),

@@ -44,12 +44,14 @@
 //
 // With a wire (wire.cuh) partial sums travel to the owners of their rows in codes, and so do the normalised rows from their
 // owners; see push.cu. A warp has the codes of a few groups of columns. If each warp moved the words of its groups, they would
-// be transactions of a few bytes, half as many as those of the codes. So a row's words may be gathered in shared memory, and
-// neighbouring threads move them. Warp 0 stores them behind the turn's barrier, before it counts what the turn has done.
+// be transactions of a few bytes, half as many as those of the codes. So a row's words may gather in shared memory, where
+// neighbouring threads load them. Before words leave they may gather, too: warp 0 stores them behind the turn's barrier, before
+// it counts what the turn has done.
 //
 // Set by definitions, beside those of row.cuh, wire.cuh and EPILOGUE: WORLD_SIZE, THREADS (of a row), GROUPS, ONE_SHOT, RING,
 // AHEAD, BEHIND, RESULT_RING, DEPTH (0: rows are loaded when they are added up), MAX_CTAS, SHARED_BYTES, RESIDUAL_SHARDED,
-// RESIDUAL_OUT, SPIN_LIMIT, SUM_WORDS and RESULT_WORDS (words that gather of a row of partial sums and of results, or 0).
+// RESIDUAL_OUT, SPIN_LIMIT, SUM_WORDS and RESULT_WORDS (of a row of partial sums and of results: its words
+// if they gather when they are loaded, or 0), SUMS_LEAVING and RESULTS_LEAVING (the same, before they are stored).
 
 #include "epilogue.cuh"
 #include "wire.cuh"
@@ -118,8 +120,7 @@ enum Counter { SENT, COMPUTED, READ, TAKEN, COUNTERS };
 
 // Shared memory of one turn of what comes from the peers: partial sums, and results of an earlier turn. Each thread has bytes
 // of its own.
-static_assert(SUM_WORDS == 0 || SUM_WORDS == SumRow::WORDS, "all words of a row gather, or none");
-static_assert(RESULT_WORDS == 0 || RESULT_WORDS == ResultRow::WORDS, "all words of a row gather, or none");
+static_assert(SUM_WORDS % larger(SumRow::WORDS, 1) == 0 && RESULT_WORDS % larger(ResultRow::WORDS, 1) == 0, "all of a row");
 inline constexpr bool GATHERS = SUM_WORDS + RESULT_WORDS > 0;  // then words lie behind the threads' bytes
 inline constexpr int SUM_BYTES = SumRow::STAGED_BYTES / (SUM_WORDS > 0 ? 2 : 1);
 inline constexpr int RESULT_BYTES = ONE_SHOT ? 0 : ResultRow::STAGED_BYTES / (RESULT_WORDS > 0 ? 2 : 1);
@@ -128,7 +129,7 @@ inline constexpr int WORDS_OFFSET = PEERS * VECTORS * (SUM_BYTES + RESULT_BYTES 
 inline constexpr int STAGE_BYTES = (WORDS_OFFSET + PEERS * GROUPS * (SUM_WORDS + RESULT_WORDS) * 4 + 15) / 16 * 16;
 // Words that are gathered before they leave: of the rows that a turn sends, then of those that it computes. There are two
 // sets: other warps gather the next turn's words while warp 0 stores these.
-inline constexpr int LEAVING_WORDS = GROUPS * (STEPS * SUM_WORDS + RESULT_WORDS);
+inline constexpr int LEAVING_WORDS = GROUPS * (STEPS * SUMS_LEAVING + RESULTS_LEAVING);
 
 struct Shared {
   uint8_t* halves[WORLD_SIZE];           // of this CTA and call, by rank
@@ -267,23 +268,23 @@ struct Worker {
     SumRow::PieceOf<Sent::WIDTH> pieces[Sent::VECTORS];
     SumRow::encode(pieces, row);
     Sent::each(thread, [&](int v, Column column) {
-      store_gathering<SUM_WORDS>(SumRow::at(to, column), pieces[v], sums_leaving(turn, step), column);
+      store_gathering<SUMS_LEAVING>(SumRow::at(to, column), pieces[v], sums_leaving(turn, step), column);
     });
   }
 
   // Where the words of this group's row gather that a turn sends to a peer, or computes.
   DEVICE uint32_t* sums_leaving(int turn, int step) const {
-    return cta.leaving + (turn & 1) * LEAVING_WORDS + (group * STEPS + step) * SUM_WORDS;
+    return cta.leaving + (turn & 1) * LEAVING_WORDS + (group * STEPS + step) * SUMS_LEAVING;
   }
   DEVICE uint32_t* result_leaving(int turn) const {
-    return cta.leaving + (turn & 1) * LEAVING_WORDS + GROUPS * STEPS * SUM_WORDS + group * RESULT_WORDS;
+    return cta.leaving + (turn & 1) * LEAVING_WORDS + GROUPS * STEPS * SUMS_LEAVING + group * RESULTS_LEAVING;
   }
   // For the first warp of a group: stores the words of rows that it sent in this turn, and computed in the one before.
   DEVICE void store_gathered(int turn, int computed) const {
-    if constexpr (SUM_WORDS > 0)
+    if constexpr (SUMS_LEAVING > 0)
       for (int step = 0; step < STEPS; ++step)
         if (sends(turn, step)) store_words<SumRow>(sent_row(p.rank, step, turn), sums_leaving(turn, step), thread);
-    if constexpr (RESULT_WORDS > 0)
+    if constexpr (RESULTS_LEAVING > 0)
       if (computes(computed))
         store_words<ResultRow>((ResultRow::Element*)computed_row(p.rank, computed), result_leaving(computed), thread);
   }
@@ -505,7 +506,7 @@ struct Worker {
       }
       warp_sync();
       barrier_sync(1, WORKERS);
-      if (GATHERS && worker < 32) {
+      if (LEAVING_WORDS > 0 && worker < 32) {
 #pragma unroll 1
         for (int group = 0; group < GROUPS; ++group) Worker(cta, group * THREADS + worker).store_gathered(turn, computing - 1);
         warp_sync();
@@ -541,7 +542,7 @@ struct Worker {
           if (!in_row) return;
           store_result(p.hidden, p.tokens, row, column, piece);
           if constexpr (!ONE_SHOT)
-            store_gathering<RESULT_WORDS>(ResultRow::at((ResultRow::Element*)to, column), piece, words, column);
+            store_gathering<RESULTS_LEAVING>(ResultRow::at((ResultRow::Element*)to, column), piece, words, column);
         });
 #else
         Eight<HIDDEN_TYPE> results[VECTORS];
@@ -553,7 +554,7 @@ struct Worker {
         Row::each(thread, [&](int v, Column column) {
           store(p.hidden + row * HIDDEN + column, results[v]);
           if constexpr (!ONE_SHOT)
-            store_gathering<RESULT_WORDS>(ResultRow::at((ResultRow::Element*)to, column), pieces[v], words, column);
+            store_gathering<RESULTS_LEAVING>(ResultRow::at((ResultRow::Element*)to, column), pieces[v], words, column);
         });
 #endif
       }

@@ -82,10 +82,22 @@ def stage_budget(capability: tuple[int, int]) -> int:
 
 
 @dataclass(frozen=True)
+class Gathered:
+    """Words of groups of a row of partial sums and of a row of results that gather in shared memory; 0 where they do not.
+
+    ``sums`` and ``results`` gather when they are loaded, and ``sums_leaving`` and ``results_leaving`` before they are stored.
+    """
+
+    sums: int = 0
+    results: int = 0
+    sums_leaving: int = 0
+    results_leaving: int = 0
+
+
+@dataclass(frozen=True)
 class Shape:
     """How a CTA handles rows, in the terms of host_rows.cu.
 
-    ``sum_words`` and ``result_words``: words of groups of a row that its threads gather; 0 where each thread moves its own.
     ``half_bytes``: bytes of an outbox that one CTA needs per call. ``stage_bytes``: how many of the ``shared_bytes`` are for
     rows that are on their way.
     """
@@ -97,8 +109,7 @@ class Shape:
     depth: int
     behind: int
     result_ring: int
-    sum_words: int
-    result_words: int
+    gathered: Gathered
     shared_bytes: int
     stage_bytes: int
     half_bytes: int
@@ -118,8 +129,10 @@ class Shape:
             "DEPTH": self.depth,
             "BEHIND": self.behind,
             "RESULT_RING": self.result_ring,
-            "SUM_WORDS": self.sum_words,
-            "RESULT_WORDS": self.result_words,
+            "SUM_WORDS": self.gathered.sums,
+            "RESULT_WORDS": self.gathered.results,
+            "SUMS_LEAVING": self.gathered.sums_leaving,
+            "RESULTS_LEAVING": self.gathered.results_leaving,
             "SHARED_BYTES": self.shared_bytes,
             "MAX_CTAS": MAX_CTAS,
         }
@@ -168,38 +181,39 @@ def shape_of(
     peers, each = world_size - 1, -(-hidden_size // VECTOR // threads)
     row_bytes = travelling_bytes(hidden_size, request.x.dtype, wire.sums)
     turn_bytes = (1 if one_shot else peers) * groups * row_bytes
-    sum_words, result_words = _gathered_words(request) if depth else (0, 0)
-    computed_bytes, staged = 0, vector_bytes(request.x.dtype, wire.sums) // (2 if sum_words else 1)
+    gathered = _gathered_words(request) if depth else Gathered()
+    computed_bytes, staged = 0, vector_bytes(request.x.dtype, wire.sums) // (2 if gathered.sums else 1)
     if not one_shot:
         computed_bytes = _aligned(result_bytes(request), 16)
-        staged += result_vector_bytes(request) // (2 if result_words else 1)
+        staged += result_vector_bytes(request) // (2 if gathered.results else 1)
         if request.residual_out == "replicated":
             computed_bytes += hidden_size * norm.residual_dtype.itemsize
             staged += vector_bytes(norm.residual_dtype, None)
-    words = 4 * groups * peers * (sum_words + result_words)
+    words = 4 * groups * peers * (gathered.sums + gathered.results)
     stage_bytes = depth * _aligned(peers * each * groups * threads * staged + words, 16)
-    stage_bytes += _aligned(2 * 4 * groups * (peers * sum_words + result_words), _ALIGNMENT)
+    stage_bytes += _aligned(2 * 4 * groups * (peers * gathered.sums_leaving + gathered.results_leaving), _ALIGNMENT)
     statistics = statistics_bytes(request, groups, threads // 32)
     shared_bytes = _aligned(16 + 24 * world_size + statistics, _ALIGNMENT) + stage_bytes
     half_bytes = _aligned(ring * turn_bytes + result_ring * groups * computed_bytes, _ALIGNMENT)
-    words_apart = (sum_words, result_words)
     return Shape(
-        threads, groups, ring, ahead, depth, behind, result_ring, *words_apart, shared_bytes, stage_bytes, half_bytes
+        threads, groups, ring, ahead, depth, behind, result_ring, gathered, shared_bytes, stage_bytes, half_bytes
     )
 
 
-def _gathered_words(request: Request) -> tuple[int, int]:
-    """Words of groups of a partial sum and of a result that a row's threads gather.
+def _gathered_words(request: Request) -> Gathered:
+    """Which words gather. Those of narrow groups do not before they leave: one warp would have to store hundreds of a row.
 
-    Then fewer transactions take the bus, but a turn has one more barrier. That pays where a call has SMs enough. Beside other
-    work it does not: layers of 4096 tokens took 1994 us with it and 1763 without (``benchmarks/host-memory-notes.md``).
+    Where words gather, fewer transactions take the bus, but a turn has one more barrier. That pays where a call has SMs enough.
+    Beside other work it does not: layers of 4096 tokens took 1994 us with it and 1763 without
+    (``benchmarks/host-memory-notes.md``, "Words that gather").
     """
     hidden_size, norm, wire = request.x.shape[1], request.norm, WIRES[request.wire]
     if wire.sums is None or request.overlap_sms:
-        return 0, 0
+        return Gathered()
     of_result = norm.scale_columns or (wire.results.group if wire.results and norm.hidden_dtype != FP8 else 0)
-    sums, results = (hidden_size // group if group >= _WIDE_GROUP else 0 for group in (wire.sums.group, of_result))
-    return sums, results
+    loaded = [hidden_size // group if group else 0 for group in (wire.sums.group, of_result)]
+    leaving = [words if words <= hidden_size // _WIDE_GROUP else 0 for words in loaded]
+    return Gathered(*loaded, *leaving)
 
 
 def _aligned(nbytes: int, alignment: int) -> int:
