@@ -202,8 +202,11 @@ class RowKernel(Algorithm):
         return None
 
     def _kernel(self, request: Request, state: GroupState, spin_limit: int) -> Kernel:
-        """The loaded kernel. In one-shot the caller has changed ``request`` to one with a whole residual."""
-        key = (variant_of(request), state.world_size, state.device)
+        """The loaded kernel. In one-shot the caller has changed ``request`` to one with a whole residual.
+
+        Beside other work the definitions may differ.
+        """
+        key = (variant_of(request), request.overlap_sms > 0, state.world_size, state.device)
         kernel = self._kernels.get(key)
         if kernel is None:
             program = self.program(request, state, spin_limit)

@@ -156,6 +156,22 @@ def test_calls_with_codes_are_larger_clusters_beside_other_work(
     assert (keywords["grid"], keywords["cluster"]) == (overlap_sms or 24, cluster)
 
 
+def test_calls_alone_and_beside_other_work_have_kernels_of_their_own(kernels: list[FakeKernel]) -> None:
+    """Words of codes gather in one of them alone, so a call has as much shared memory as its own kernel says."""
+    alone = replace(request(4000), wire="int8")
+    beside = replace(alone, overlap_sms=8)
+    algorithm, slot = HostRows(False, max_sms=24), slot_for(HostRows(False).needs(alone, WORLD_SIZE))
+    for asked in (beside, alone, beside):
+        algorithm.launch(asked, group(), slot, 7)
+    of_beside, of_alone = kernels
+    assert [len(kernel.launches) for kernel in kernels] == [2, 1]
+    for kernel in kernels:
+        shared_bytes = dict(kernel.program.defines)["SHARED_BYTES"]
+        assert all(keywords["shared_bytes"] == shared_bytes for _, keywords in kernel.launches)
+    sums = [dict(kernel.program.defines)["SUM_WORDS"] for kernel in (of_beside, of_alone)]
+    assert sums == [0, HIDDEN // 128]
+
+
 def test_a_longer_message_needs_no_more_memory(kernels: list[FakeKernel]) -> None:
     short, long = request(), replace(request(), x=torch.empty(10_000, HIDDEN, dtype=BF16))
     for one_shot in (True, False):
