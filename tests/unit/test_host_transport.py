@@ -143,13 +143,21 @@ def test_rows_launch_what_they_were_asked_for(kernels: list[FakeKernel], overlap
 
 
 @pytest.mark.parametrize(
-    ("wire", "overlap_sms", "cluster"),
-    [("exact", 8, 2), ("int8", 8, 8), ("int6", 4, 4), ("int8", 6, 2), ("int8", 0, 1)],
+    ("wire", "mebibytes", "overlap_sms", "cluster"),
+    [
+        ("exact", 8, 8, 2),
+        ("int8", 8, 8, 8),
+        ("int6", 8, 4, 4),
+        ("int8", 8, 6, 2),
+        ("int8", 7, 8, 2),
+        ("int8", 8, 0, 1),
+    ],
 )
-def test_calls_with_codes_are_larger_clusters_beside_other_work(
-    kernels: list[FakeKernel], wire: str, overlap_sms: int, cluster: int
+def test_long_calls_with_codes_are_larger_clusters_beside_other_work(
+    kernels: list[FakeKernel], wire: str, mebibytes: int, overlap_sms: int, cluster: int
 ) -> None:
-    asked = replace(request(4000), overlap_sms=overlap_sms, wire=wire)
+    tokens = mebibytes * 2**20 // (HIDDEN * BF16.itemsize)
+    asked = replace(request(tokens), overlap_sms=overlap_sms, wire=wire)
     algorithm = HostRows(False, max_sms=24)
     algorithm.launch(asked, group(), slot_for(algorithm.needs(asked, WORLD_SIZE)), 7)
     ((_, keywords),) = kernels[0].launches

@@ -41,10 +41,12 @@ MOST_RING_BYTES = 256 * 1024
 _HALVES = 2
 _WIDE_GROUP = 128
 """Columns of groups so wide that a warp, with 256 columns, has less than a sector of 32 bytes of their words."""
-_CODED_CLUSTER = 8
-"""The most CTAs of a cluster of a call with codes beside other work. Two such calls are under way at a time. We believe that in
-pairs they take twice the SMs that GEMMs leave, and that a large cluster waits until a call or a GEMM ends. Layers with int8
-took 5% to 18% more in pairs than before in clusters of eight (``benchmarks/host-memory-notes.md``, "Codes in pairs")."""
+_LONG_CODED_BYTES = 2**23
+_LONG_CODED_CLUSTER = 8
+"""The most CTAs of a cluster of a call beside other work whose rows travel in codes, from this message size on. Two such calls
+are under way at a time. We believe that in pairs they take twice the SMs that GEMMs leave, and that a large cluster waits until
+a call or a GEMM ends. With calls of 16 MiB layers took 6% more in pairs, with calls of 4 MiB 2% less
+(``benchmarks/host-memory-notes.md``, "Codes beside compute")."""
 COUNTERS_BYTES = MAX_CTAS * 64
 _ALIGNMENT = 128
 
@@ -261,9 +263,9 @@ class HostRows(RowKernel):
         if not request.overlap_sms or torch.cuda.get_device_capability(state.device) < HOPPER:
             return 1
         ctas = self._ctas(request, state)
-        if request.wire == EXACT:
+        if request.wire == EXACT or request.x.nbytes < _LONG_CODED_BYTES:
             return cluster_size(ctas, state.device)
-        return cluster_size(ctas, state.device, _CODED_CLUSTER)
+        return cluster_size(ctas, state.device, _LONG_CODED_CLUSTER)
 
     def _ctas(self, request: Request, state: GroupState) -> int:
         groups = self._own_shape(request, state).groups
