@@ -100,6 +100,8 @@ class TransportEntry:
         repeatable: Whether equal calls give equal bits.
         benchmarked: Its lines in the benchmark of the operator.
         checked_beside: Whether checks on GPUs run calls of it beside other work, under its name.
+        results_in_slots: Whether calls beside other work can leave their results in the slot (``results_in_slot``). For gloo this
+            is for tests.
         feeds: Whether graphs may have GEMMs that read a call's result before ``wait_`` (``fed_mm.py``). For gloo this is for
             tests.
         wires: The names of the wires that it serves besides ``exact``.
@@ -120,6 +122,7 @@ class TransportEntry:
     repeatable: bool = True
     benchmarked: tuple[Benchmarked, ...] = ()
     checked_beside: bool = False
+    results_in_slots: bool = False
     feeds: bool = False
     wires: tuple[str, ...] = ()
     wire_from_bytes: int | None = None
@@ -186,6 +189,7 @@ TRANSPORTS: Registry[TransportEntry] = Registry(
             _p2p_obstacle,
             preference=0,
             message_buffers=True,
+            results_in_slots=True,
             prefetches=True,
             benchmarked=(Benchmarked("tw-p2p", sharded=True), Benchmarked("tw-p2p-replicated", sharded=False)),
             feeds=True,
@@ -203,6 +207,7 @@ TRANSPORTS: Registry[TransportEntry] = Registry(
             "one host, two-shot kernel over symmetric memory, NVLink multicast if there is any",
             _p2p_obstacle,
             message_buffers=True,
+            results_in_slots=True,
             prefetches=True,
             repeatable=False,  # the switch promises no order of the addends
         ),
@@ -239,6 +244,7 @@ TRANSPORTS: Registry[TransportEntry] = Registry(
             "CPU tensors: collectives of the group's own backend",
             preference=0,
             benchmarked=(Benchmarked("tw-gloo", sharded=False),),
+            results_in_slots=True,
             feeds=True,
             wires=CODED_WIRES,
             wire_from_bytes=SLOW_LINK_WIRE_BYTES,

@@ -73,6 +73,26 @@ def test_what_matmuls_alone_read_stays_in_the_slot() -> None:
     assert set(hold.args[1]) == set(graph.output_node().all_input_nodes)
 
 
+@pytest.mark.parametrize(
+    ("transport", "wire", "stay"),
+    [
+        ("p2p", "exact", True),
+        ("multimem", "exact", True),
+        ("p2p", "int8", False),
+        ("host", "exact", False),
+        ("nccl", "exact", False),
+    ],
+)
+def test_only_what_can_stay_is_held_until_the_graph_ends(transport: str, wire: str, stay: bool) -> None:
+    """Other results would take the memory of all layers at once, and gain nothing."""
+    graph = halves()
+    for node in find_ops(graph, "all_reduce_rms_norm_start"):
+        node.args = tuple(transport if one == "gloo" else one for one in node.args)
+        node.update_kwarg("wire", wire)
+    assert (leave_results_in_slots(graph) > 0) == any(left(graph)) == stay
+    assert len(graph.find_nodes(op="call_function", target=ops.hold_)) == stay
+
+
 def test_overwriting_results_that_stay_changes_nothing() -> None:
     graph = halves()
     values = random_values(graph)

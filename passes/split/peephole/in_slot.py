@@ -19,6 +19,8 @@ import torch.fx as fx
 from tw_compile.graph.predicates import is_call, makes_view, value
 from tw_compile.kernels.collective import ops
 from tw_compile.kernels.collective.seam import arrive_, enter_layers, leave_halves
+from tw_compile.kernels.collective.transports import TRANSPORTS
+from tw_compile.kernels.collective.wires import EXACT
 from tw_compile.passes.nodes import Inserter
 from tw_compile.passes.reasons import SplitRefused
 from tw_compile.passes.split.analysis.parts import half_of
@@ -55,13 +57,21 @@ def leave_results_in_slots(graph: fx.Graph, calls: list[CommunicationCall] | Spl
         # If all ranks get the residual, its rows are in the slot, too, and their readers are additions. Scales are also in the
         # slot, and they have readers of their own.
         in_slot_too = argument(call.start, "residual_out") == "replicated" or is_call(call.start, *ops.QUANT_STARTS)
-        if argument(call.start, "overlap_sms") and not in_slot_too and read:
+        if argument(call.start, "overlap_sms") and not in_slot_too and read and _can_stay(call.start):
             call.start.update_kwarg("results_in_slot", True)
             results += [hidden] if again is None else [hidden, again]
         following[slot] = call.start
     if results:
         hold_results(graph, results[::-1])
     return sum(bool(call.start.kwargs.get("results_in_slot")) for call in calls)
+
+
+def _can_stay(start: fx.Node) -> bool:
+    """Whether the transport can leave the results in the slot. Else they would take memory until the graph ends, for nothing.
+
+    Rows in codes are decoded somewhere else.
+    """
+    return TRANSPORTS[argument(start, "transport")].results_in_slots and argument(start, "wire") == EXACT
 
 
 def _entered(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
