@@ -100,8 +100,8 @@ class TransportEntry:
         repeatable: Whether equal calls give equal bits.
         benchmarked: Its lines in the benchmark of the operator.
         checked_beside: Whether checks on GPUs run calls of it beside other work, under its name.
-        results_in_slots: Whether calls beside other work can leave their results in the slot (``results_in_slot``). For gloo this
-            is for tests.
+        results_in_slots: Whether calls beside other work can leave their results in the slot (``results_in_slot``). For gloo
+            this is for tests.
         feeds: Whether graphs may have GEMMs that read a call's result before ``wait_`` (``fed_mm.py``). For gloo this is for
             tests.
         wires: The names of the wires that it serves besides ``exact``.

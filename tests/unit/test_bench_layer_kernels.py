@@ -13,15 +13,19 @@ from typer.testing import CliRunner
 from tw_compile import collect_reports, compat
 from tw_compile.benchmark.layer import worker
 from tw_compile.benchmark.layer.forced import Forced
+from tw_compile.benchmark.layer.results import LayerRow
 from tw_compile.benchmark.layer.spec import LayerSpec
 from tw_compile.benchmark.layer.subjects import build_subject
+from tw_compile.benchmark.layer.table import LayerTable
 from tw_compile.benchmark.layer.variants import PLANNED, variants, with_kernels
+from tw_compile.benchmark.layer.worker import gemms_leaving_sms
 from tw_compile.cli.app import app
 from tw_compile.kernels.algorithms import ALGORITHMS
 from tw_compile.kernels.algorithms.push.entries import FED
 from tw_compile.kernels.collective import transport as registry
 from tw_compile.kernels.collective.transport import get_transport
 from tw_compile.kernels.transports.selection import Insist
+from tw_compile.report import Overlap, OverlapWindow, Split
 from tw_compile.testing import fake_process_group
 
 SPEC = LayerSpec("layer", "llama-3.3-70b", 4, "cuda", "bfloat16", (1024, 4096))
@@ -130,3 +134,20 @@ def test_a_chooser_that_insists_notes_what_its_kernel_refused() -> None:
     assert chooser.choose(fits, state) is never and not chooser.refusals  # type: ignore[arg-type]
     assert chooser.choose(wide, state) is not never and chooser.refusals == {"too wide"}  # type: ignore[arg-type]
     assert {entry.name for entry in ALGORITHMS} >= {"host_one_shot"}
+
+
+def test_a_row_says_how_many_sms_gemms_leave() -> None:
+    def window(kind: str, half: int, *left: tuple[str, int]) -> OverlapWindow:
+        return OverlapWindow(kind, half, (), 3, gemms_leaving_sms=left)
+
+    layer = (window("attention", 1, ("qkv", 8), ("o_proj", 12)), window("mlp", 2, ("gate_up", 8), ("gate_up", 12)))
+    split = Split("auto", "split", sizes=(512, 512), unit="token", overlap=Overlap(4, layer + layer))
+    found = gemms_leaving_sms([split])
+    assert found == "attention 1: qkv 8, o_proj 12; mlp 2: gate_up 8 + 12"
+    other = replace(split, overlap=Overlap(4, (window("mlp", 2, ("gate_up", 8)), window("epilogue", 1))))
+    assert gemms_leaving_sms([split, other]) == f"{found} or gate_up 8"
+    assert gemms_leaving_sms([Split("auto", "off", "not_faster")]) is None
+    row = LayerRow("fused+split", "ours", 1024, 2**23, "timed", split="512 + 512 tokens", gemms=found)
+    report: dict[str, Any] = {"rows": [], "tokens": [1024]}
+    assert LayerTable(report, []).note(row) == f"512 + 512 tokens; SMs that GEMMs leave: {found}"
+    assert LayerTable(report, []).note(replace(row, gemms=None)) == "512 + 512 tokens"

@@ -34,6 +34,8 @@ class LayerRow:
         wire: How rows of fused sums travel. The error budget of rows in codes is the error of the same codes in torch.
         of_exact: The median time of the same variant with exact rows divided by this row's; only for rows with a wire.
         split: What the halves are, or why there are none; None where no split was asked for.
+        gemms: The GEMMs that leave SMs to calls, and how many, by window; None where none does. Separate GEMMs of one input
+            have a number each, and GEMMs that are computed as one have one number. When a graph is compiled, times decide.
     """
 
     label: str
@@ -55,6 +57,7 @@ class LayerRow:
     best_peer: str | None = None
     communication_hidden: float | None = None
     split: str | None = None
+    gemms: str | None = None
     wire: str = EXACT
     of_exact: float | None = None
 

@@ -51,7 +51,7 @@ class LayerTable(ReportTable[LayerRow]):
         )
 
     def note(self, row: LayerRow) -> str | None:
-        return row.split
+        return row.split if row.gemms is None else f"{row.split}; SMs that GEMMs leave: {row.gemms}"
 
     def conclusions(self, rows: list[LayerRow]) -> list[str]:
         wires = [

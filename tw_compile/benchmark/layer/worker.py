@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -261,6 +261,7 @@ def deviation_of(ranks: Ranks, entry: VariantAtTokens, reports: list[GraphReport
             return "no call prefetches anything"
         splits = [report.split for report in reports if report.split is not None]
         entry.row.split = "; ".join(_split(split) for split in splits) or None
+        entry.row.gemms = gemms_leaving_sms(splits)
         for split in splits:
             if split.mode == "off" and split.asked != "auto":
                 return f"tokens are not split, {split.reason}: {split.detail}"
@@ -285,6 +286,20 @@ def _exact_sites(sites: list[Site], wire: str) -> str | None:
 
 def _split(split: Split) -> str:
     return f"off: {split.reason}" if split.mode == "off" else f"{split.sizes[0]} + {split.sizes[1]} {split.unit}s"
+
+
+def gemms_leaving_sms(splits: Iterable[Split]) -> str | None:
+    """The GEMMs that leave SMs to calls, by window; where layers differ, all that there are."""
+    found: dict[str, dict[str, None]] = {}
+    for split in splits:
+        for window in () if split.overlap is None else split.overlap.windows:
+            sms: dict[str, list[str]] = {}
+            for name, left in window.gemms_leaving_sms:
+                sms.setdefault(name, []).append(str(left))
+            if sms:
+                here = ", ".join(f"{name} {' + '.join(left)}" for name, left in sms.items())
+                found.setdefault(f"{window.kind} {window.computes}", {})[here] = None
+    return "; ".join(f"{window}: {' or '.join(here)}" for window, here in found.items()) or None
 
 
 def _passes(ranks: Ranks, entry: VariantAtTokens, reference: TokensReference) -> bool:
