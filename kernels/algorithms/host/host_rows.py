@@ -207,7 +207,7 @@ def _gathered_words(request: Request) -> Gathered:
 
     Where words gather, fewer transactions take the bus, but a turn has one more barrier. That pays where a call has SMs enough.
     Beside other work it does not: layers of 4096 tokens took 1994 us with it and 1763 without
-    (``benchmarks/host-memory-notes.md``, "Words that gather").
+    (``benchmarks/host-memory-notes.md``, "Codes beside compute").
     """
     hidden_size, norm, wire = request.x.shape[1], request.norm, WIRES[request.wire]
     if wire.sums is None or request.overlap_sms:
