@@ -231,7 +231,7 @@ _BY_DEFAULT, _INT8, _PREFILL = (
     (("label", "fused+split-int8"),),
     (("label", "fuse+split"), ("trace", "prefill")),
 )
-_ON_HOST_TP2 = tuple(f"2026-11-27-2xh100-layer-host-llama-3.1-8b-16-layers-{tokens}-tp2.csv" for tokens in (1024, 4096))
+_ON_HOST_TP2 = ("2026-11-28-2xh100-layer-host-int8-clusters-of-eight-tp2.csv",)
 _ON_HOST_TP4 = (
     "2026-11-27-4xh200-layer-host-llama-3.1-8b-32-layers-tp4.csv",
     "2026-11-26-4xh100-layer-host-llama-3.1-8b-8-layers-tp4.csv",
@@ -269,7 +269,7 @@ GAINS = {
         Gain(
             "2 H100, 8B, peer access off",
             COMPUTE,
-            ("2026-11-26-2xh100-vllm-host-step-graphs-llama-3.1-8b-16-layers-tp2.csv",),
+            ("2026-11-28-2xh100-vllm-host-llama-3.1-8b-16-layers-tp2.csv",),
             _PREFILL,
         ),
         Gain(
