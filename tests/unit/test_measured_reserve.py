@@ -53,6 +53,18 @@ def test_what_makes_some_trials_longer_does_not_change_the_choice(undisturbed: s
     assert choose((0, 4, 8), trial, 50.0) == Reserve(4, 600.0)
 
 
+def test_a_number_whose_trials_differ_is_left_out() -> None:
+    """It is not the fastest: each of its trials is longer than those of a number that can be repeated."""
+    slow = iter(range(1000, 10_000_000, 1000))
+    assert choose((0, 4, 8), lambda sms, us: {4: 80.0, 8: 90.0}.get(sms) or float(next(slow)), 50.0) == Reserve(4, 80.0)
+
+
+def test_nothing_is_measured_where_a_number_that_is_left_out_may_be_the_fastest() -> None:
+    once = iter([70.0])
+    slow = iter(range(1000, 10_000_000, 1000))
+    assert choose((0, 4), lambda sms, us: 80.0 if sms else next(once, 0.0) or float(next(slow)), 50.0) is None
+
+
 def test_nothing_is_measured_where_no_trial_can_be_repeated() -> None:
     times = iter(range(1000, 10_000_000, 1000))
     assert choose((0, 4), lambda sms, us: float(next(times)), 50.0) is None
@@ -114,7 +126,7 @@ def test_what_a_trial_without_a_matmul_takes_is_not_counted(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("nothing", "us"), [((7.0, 9.0) * 10, 7.0), ((7.0, 7.0, 7.0, 7.0), 6.5), (range(7, 99, 3), 107.0)]
+    ("nothing", "us"), [((7.0, 9.0) * 10, 7.0), ((7.0, 7.0, 7.0, 7.0), 6.5), (range(7, 200, 3), 207.0)]
 )
 def test_nothing_is_measured_where_a_trial_of_nothing_takes_as_long_or_can_not_be_repeated(
     monkeypatch: pytest.MonkeyPatch, nothing: Iterable[float], us: float

@@ -128,6 +128,20 @@ def test_gemms_stay_apart_where_that_is_faster() -> None:
     assert [gemm.joint for gemm in window.gemms] == [0, 0]
 
 
+def test_gemms_are_joint_where_only_the_product_that_they_store_makes_them_faster() -> None:
+    """As two beside a call they take 338 us and ``silu(gate) * up`` takes 24, as one 323 with the product (H200, 2048 rows)."""
+    costs = Costs(H200, layer_of("llama-3.1-8b", 2), H200.fused["stream"], (4096,))
+    joint = costs.joint_gate_up
+    assert joint is not None
+    slower = dataclasses.replace(joint, depth=joint.depth + 256)
+    saving, alike, apart = (
+        costs.window("mlp", 1, [Gemms(costs.layer.mlp[:-1], 2048, *how)], 2048)
+        for how in ((slower, 60.0), (slower,), ())
+    )
+    assert [gemm.joint for gemm in saving.gemms] == [2] and [gemm.joint for gemm in alike.gemms] == [0, 0]
+    assert saving.compute_us == alike.compute_us == apart.compute_us  # the saving counts for the choice only
+
+
 def test_a_joint_gemm_is_of_what_our_kernel_takes() -> None:
     assert joint_gemm(H200, QKV) == Gemm("qkv", 2560, 8192, joint=(2048, 256, 256))
     assert joint_gemm(H200, QKV[:1]) == Gemm("qkv", 2048, 8192, joint=(2048,))

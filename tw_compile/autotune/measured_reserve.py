@@ -38,7 +38,7 @@ _MORE = (0, 4, 8, 12)
 """SMs to leave beyond those that are taken."""
 _TRIALS = 4
 """The trials of each number of SMs in a round."""
-_MOST_ROUNDS = 5
+_MOST_ROUNDS = 10
 _REPRODUCED, _CLOCK_US = 1.02, 1.0
 """Another round is made unless the two shortest trials of a number differ by at most this factor, or by at most this many
 microseconds, which is what events can tell."""
@@ -122,7 +122,7 @@ def measured_once(
             for sms in numbers:
                 matmul(*tensors, sms)  # chooses and loads its kernel
             nothing = shortest((0,), lambda sms: time_beside(lambda: None, device, ctas, 0.0))
-            if nothing is None:
+            if not nothing:
                 return None
 
             def trial(sms: int, us: float) -> float:
@@ -139,27 +139,33 @@ Trial = Callable[[int, float], float]
 
 
 def choose(numbers: Sequence[int], trial: Trial, busy_us: float) -> Reserve | None:
-    """The best of ``numbers`` beside a call of ``busy_us``; None where no times can be reproduced."""
+    """The best of ``numbers`` beside a call of ``busy_us``; None where its time can't be reproduced."""
     times = shortest(numbers, lambda sms: trial(sms, busy_us))
-    if times is None:
+    if not times:
         return None
     equal = as_good_as_the_best(times)
     if len(equal) > 1:
         endless = shortest(equal, lambda sms: trial(sms, _ENDLESS * max(times.values())))
-        equal = equal if endless is None else as_good_as_the_best(endless)
+        equal = as_good_as_the_best(endless) if endless else equal
     return Reserve(equal[0], times[equal[0]])
 
 
-def shortest(numbers: Sequence[int], trial: Callable[[int], float]) -> dict[int, float] | None:
-    """The shortest trial of each of ``numbers``; None where a number has no second trial that is as short."""
+def shortest(numbers: Sequence[int], trial: Callable[[int], float]) -> dict[int, float]:
+    """The shortest trial of each of ``numbers`` that has a second trial as short.
+
+    Empty if a number without such a trial may be the fastest: one of its trials was shorter than all others.
+    """
     trials: dict[int, list[float]] = {sms: [] for sms in numbers}
     for _ in range(_MOST_ROUNDS):
         for _ in range(_TRIALS):
             for sms in numbers:  # in turns, so that what changes with time changes all numbers alike
                 trials[sms].append(trial(sms))
         if all(_is_reproduced(found) for found in trials.values()):
-            return {sms: min(found) for sms, found in trials.items()}
-    return None
+            break
+    fastest = min(numbers, key=lambda sms: min(trials[sms]))
+    if not _is_reproduced(trials[fastest]):
+        return {}
+    return {sms: min(found) for sms, found in trials.items() if _is_reproduced(found)}
 
 
 def _is_reproduced(trials: list[float]) -> bool:

@@ -6,7 +6,7 @@ steps. A result also holds for fewer rows, down to the next smaller number, beca
 
 In a model the weights come from the device's memory, because other layers have used the L2 cache since. So each trial finds the
 cache filled with something else. As in ``measured_reserve.py``, trials of both kernels take turns, and the shortest trial
-counts if a second one was as short. Where there is no such trial, the library keeps those rows.
+counts if a second one was as short. Where either kernel has no such trial, the library keeps those rows.
 
 The two kernels may differ in the last bit, and ranks may compute the same GEMM, as that of a router whose choices must be equal
 on all ranks. So all ranks take the result of the rank that came first.
@@ -99,7 +99,7 @@ def _measured_once(gemms: Gemms, rows: tuple[int, ...], device: torch.device) ->
                 for which in (_LIBRARY, _OURS):
                     run(count, which)  # chooses and loads its kernel
                 times = shortest((_LIBRARY, _OURS), partial(_time_cold, partial(run, count), cold, device))
-                ours.append(times is not None and times[_OURS] < times[_LIBRARY])
+                ours.append(len(times) == 2 and times[_OURS] < times[_LIBRARY])
             return turns_of(rows, ours)
         except torch.cuda.OutOfMemoryError:
             return None

@@ -190,10 +190,14 @@ class Beside:
         return elementwise_us(self._profile, 3.0 * self._tokens(name) * node.meta["val"].shape[1])
 
     def joins(self, name: str, joint_us: float | None, each_us: list[float | None], saved_us: float) -> bool:
-        """Whether GEMMs are faster as one, by measurements (separate GEMMs also take ``saved_us``), or else by the plan."""
+        """Whether GEMMs are faster as one, by measurements (separate GEMMs also take ``saved_us``), or else by the plan.
+
+        The plan's joint gate and up store ``silu(gate) * up``. So it says nothing about those that can't.
+        """
         measured = [us for us in each_us if us is not None]
         if joint_us is None or len(measured) < len(each_us):
-            return any(gemm.name == name and gemm.joint == len(each_us) for gemm in self._planned.gemms)
+            known = saved_us > 0.0 or name != "gate_up"
+            return known and any(gemm.name == name and gemm.joint == len(each_us) for gemm in self._planned.gemms)
         return joint_us < sum(measured) + saved_us
 
 
