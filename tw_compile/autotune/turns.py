@@ -29,8 +29,8 @@ from tw_compile.kernels.runtime.wgmma import has_instructions
 
 MOST_ROWS = 8192
 """The kernel that is faster for this many rows is taken for more rows, too."""
-_LEAD_US = 200.0
-"""The device waits this long before each trial, while the host enqueues it."""
+_LEAD_US = 500.0
+"""The device waits this long before each trial, while the host enqueues it, as in ``measured_reserve.py``."""
 _LIBRARY, _OURS = 0, 1
 
 Turns = tuple[int, ...]
