@@ -231,7 +231,8 @@ _BY_DEFAULT, _INT8, _PREFILL = (
     (("label", "fused+split-int8"),),
     (("label", "fuse+split"), ("trace", "prefill")),
 )
-_ON_HOST_TP2 = ("2026-11-28-2xh100-layer-host-int8-clusters-of-eight-tp2.csv",)
+_ON_HOST_TP2 = ("2026-11-28-2xh200-layer-host-llama-3.1-8b-16-layers-1024-4096-tp2.csv",)
+_ON_HOST_TP2_SIZES = ("2026-11-28-2xh200-layer-host-llama-3.1-8b-16-layers-sizes-tp2.csv",) * 2
 _ON_HOST_TP4 = (
     "2026-11-27-4xh200-layer-host-llama-3.1-8b-32-layers-tp4.csv",
     "2026-11-26-4xh100-layer-host-llama-3.1-8b-8-layers-tp4.csv",
@@ -248,10 +249,11 @@ GAINS = {
         Gain(
             "2 H200, Llama-3.1-8B",
             COMPUTE,
-            ("2026-11-26-2xh200-layer-host-llama-3.1-8b-16-layers-tp2.csv",),
+            (*_ON_HOST_TP2, *_ON_HOST_TP2_SIZES),
             _BY_DEFAULT,
+            ("", "2048", "8192"),
         ),
-        Gain("2 H100, Llama-3.1-8B, rows in 8 bits", SECOND, _ON_HOST_TP2, _INT8),
+        Gain("the same, rows in 8 bits", SECOND, _ON_HOST_TP2, _INT8),
     ),
     "prefill in vLLM, against vLLM": (
         Gain(
