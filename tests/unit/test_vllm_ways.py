@@ -111,7 +111,7 @@ def test_the_slowest_ranks_times_decide(
     with caplog.at_level(logging.INFO, logger="vllm.tw_compile"):
         ways.choose_ways(worker)
     timed = [(tokens, split) for split in (False, True) for tokens in tried.sizes() for _ in range(4)]
-    assert worker.log == [*timed, *[(1000, True)] * ways.RUNS]
+    assert worker.log == [*timed * ways.TRIALS, *[(1000, True)] * ways.RUNS]
     # Whole 10, 20, 30 ms; split 17, 17, 25 on the other rank, whose host may need 21.25 ms.
     assert tried.split_from == 2200
     (said,) = caplog.messages
@@ -119,6 +119,26 @@ def test_the_slowest_ranks_times_decide(
         "tw_compile: launched by the host, steps of 1000 to 3000 tokens are split from 2200 tokens on: split and whole "
     )
     assert "17.0 and 20.0 ms for 2000" in said and "the host launches a split one in 17.0 ms" in said
+
+
+def test_others_that_use_the_gpu_for_a_while_do_not_change_the_choice(
+    tried: Tried, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the first trial the device takes 50 ms more for each split step."""
+    worker = Worker(tried, monkeypatch)
+
+    def disturbed(tokens: int, *args: Any, **options: Any) -> None:
+        worker._dummy_run(tokens, *args, **options)
+        worker.done += 0.05 * (len(worker.log) <= 24 and tokens >= tried.split_from)
+
+    def dummy_run(
+        tokens: int, cudagraph_runtime_mode: Any, force_attention: bool, skip_eplb: bool, profile_seq_lens: int
+    ) -> None:
+        disturbed(tokens, cudagraph_runtime_mode, force_attention, skip_eplb, profile_seq_lens)
+
+    worker.model_runner = SimpleNamespace(_dummy_run=dummy_run)
+    ways.choose_ways(worker)
+    assert tried.split_from == 2200
 
 
 def test_the_time_of_a_gpu_is_not_taken_for_the_hosts(tried: Tried, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +159,7 @@ def test_the_second_runner_has_other_options(tried: Tried, monkeypatch: pytest.M
     worker.model_runner = SimpleNamespace(_dummy_run=second)
     ways.choose_ways(worker)
     assert tried.split_from == 2200
-    assert options == [((), False, True, {})] * (24 + ways.RUNS)
+    assert options == [((), False, True, {})] * (24 * ways.TRIALS + ways.RUNS)
 
 
 def test_a_runner_without_the_options_leaves_steps_whole_with_one_line(

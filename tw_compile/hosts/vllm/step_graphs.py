@@ -12,13 +12,13 @@ context that a step can have. FlashAttention 3 only chooses its kernel by them. 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -31,6 +31,10 @@ logger = logging.getLogger("vllm.tw_compile")
 
 LEAST_GAIN = 0.01
 """The part of its time that a step must gain. A graph keeps memory."""
+
+TRIALS = 3
+"""Ways to run a step are timed so often, in turns, and the shortest time of each counts. Others that use the GPU or the host
+meanwhile make a trial longer and never shorter. A wrong choice would stay for as long as the engine runs."""
 
 LEAST_FREE_BYTES = 2**30
 """A graph is captured only where so much of the GPU's memory is free. vLLM does not count what it takes."""
@@ -325,16 +329,23 @@ def _capture(
     before = graphs.low, timed(graphs.low)
     for size in sizes_of(graphs.low, graphs.high):
         uncaptured = size, timed(size)
-        of_ways = []
+        captured_ways = []
         for way, inside in graphs.ways(size):
             with inside:
                 _capture_step(graphs, limits, run, size, slowest)
             if slowest(float(size not in graphs.graphs)):
                 graphs.graphs.pop(size, None)
                 return [*said, f"{size} tokens can't be captured, {graphs.obstacle or 'by another rank'}"]
-            graphs.graphs[size].least = size
-            of_ways.append((timed(size), way, graphs.graphs.pop(size)))
-        replayed, way, graph = min(of_ways, key=itemgetter(0))  # all ranks have the slowest one's times
+            graph = graphs.graphs.pop(size)
+            graph.least = size
+            captured_ways.append((way, graph))
+        times = [math.inf for _ in captured_ways]  # those of the slowest rank, on all ranks
+        for _ in range(TRIALS):
+            for place, (_, graph) in enumerate(captured_ways):
+                graphs.graphs[size] = graph
+                times[place] = min(times[place], timed(size))
+        replayed = min(times)
+        way, graph = captured_ways[times.index(replayed)]
         graphs.graphs[size] = graph
         graph.least = least_tokens(before, uncaptured, replayed)
         if graph.least > size:

@@ -28,7 +28,7 @@ from tw_compile import agree
 from tw_compile.config import Config
 from tw_compile.environment import strict
 from tw_compile.hosts.vllm.options import switched_off
-from tw_compile.hosts.vllm.step_graphs import capture_long_steps, of_models
+from tw_compile.hosts.vllm.step_graphs import TRIALS, capture_long_steps, of_models
 
 if TYPE_CHECKING:
     from tw_compile.hosts.vllm.plan import Engine
@@ -242,18 +242,22 @@ def line(tried: Tried, times: Times, seconds: float) -> str:
 
 
 def _timed(tried: Tried, run: Callable[[int], None], gather: Callable[[list[float]], list[list[float]]]) -> Times:
-    """The times of a range on the slowest rank.
+    """The times of a range on the slowest rank: of each step the shortest of :data:`TRIALS`.
 
     The host launches as many kernels for the shortest step as for the longest. The shortest is launched, because a host that is
     far ahead of the GPU waits for it.
     """
-    sizes, own = tried.sizes(), []
-    for split in (False, True):
-        with tried.forced(split):
-            own += [milliseconds(run, tokens) for tokens in sizes]
-            if split:
-                own.append(_launch_milliseconds(run, sizes[0]))
-    *slowest, launch_ms = [max(times) for times in zip(*gather(own), strict=True)]
+    sizes, trials = tried.sizes(), []
+    for _ in range(TRIALS):
+        own = []
+        for split in (False, True):
+            with tried.forced(split):
+                own += [milliseconds(run, tokens) for tokens in sizes]
+        trials.append(own)
+    shortest = [min(times) for times in zip(*trials, strict=True)]
+    with tried.forced(True):
+        launch_ms = _launch_milliseconds(run, sizes[0])
+    *slowest, launch_ms = [max(times) for times in zip(*gather([*shortest, launch_ms]), strict=True)]
     return Times(slowest[: len(sizes)], slowest[len(sizes) :], launch_ms)
 
 
