@@ -12,9 +12,10 @@ import sys
 from tw_compile.config import Config
 from tw_compile.gating.facts import Backend, HostFacts, Node, Settings
 from tw_compile.gating.gate import Gate
-from tw_compile.gating.layers import Layer, tables_of, threshold_layers
+from tw_compile.gating.layers import OFF_SOURCE, Layer, tables_of, threshold_layers
 from tw_compile.gating.wire_accuracy import load_accuracy
 from tw_compile.kernels.transports.selection import shipped_steps, user_steps
+from tw_compile.planning import profile_of_device
 
 
 def own_gate(config: Config, node: Node, calibrated: Layer | None = None) -> Gate:
@@ -43,12 +44,17 @@ def calibrates(config: Config) -> bool:
 def is_measured(config: Config, node: Node, device_name: str, world_size: int, transport: str) -> bool:
     """Whether tables that are shipped, or the user's, say what such ranks do. Then no calibration counts.
 
+    Without a profile of the device the planner needs a calibration, whatever tables there are: else nothing would be split.
+
     Raises:
-        ValueError: A thresholds file, or an environment variable, is wrong.
+        ValueError: A thresholds file, a profile of the user's, or an environment variable, is wrong.
     """
+    plans = config.split != "off" and config.device_profile == "auto"
+    if plans and profile_of_device(device_name) is None:
+        return False
     steps = any(of(device_name, world_size, transport) for of in (user_steps, shipped_steps))
     entries = own_gate(config, node).entries(world_size, Backend.NCCL)
-    return steps and any(entry.source.kind == "measured" for entry in entries)
+    return steps and any(entry.source.kind == "measured" or entry.source == OFF_SOURCE for entry in entries)
 
 
 def _one_shot_bytes() -> int:

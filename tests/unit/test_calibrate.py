@@ -23,11 +23,13 @@ from tw_compile.agree import all_come, refuse
 from tw_compile.calibration import Calibration, MeasuredOn, store, stored, text_of
 from tw_compile.config import Config
 from tw_compile.gating.facts import Node
+from tw_compile.gating.table import Entry, Source, Table
 from tw_compile.kernels.algorithms import ALGORITHMS
 from tw_compile.kernels.algorithms.entry import AlgorithmEntry
 from tw_compile.kernels.algorithms.multimem.multimem import Multimem
 from tw_compile.kernels.collective.transports import GroupFacts
 from tw_compile.kernels.registry import Benchmarked
+from tw_compile.kernels.transports.selection import Step
 from tw_compile.kernels.transports.slot_transport import SlotTransport
 from tw_compile.testing import fake_process_group
 from tw_compile.tuning import calibrate, short
@@ -323,6 +325,28 @@ def test_tables_that_were_measured_are_enough(on_gpus: list[str], monkeypatch: p
     monkeypatch.setattr(calibrate, "this_node", lambda: (h200, ["p2p"]))
     calibrate.before_compile(Config(), _graph(None))
     assert on_gpus == [] and calibration.in_use() is None
+
+
+def test_thresholds_that_are_off_are_no_reason_to_measure(on_gpus: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    h200 = replace(HERE, device_name="NVIDIA H200", world_size=2)
+    monkeypatch.setattr(calibrate, "this_node", lambda: (h200, ["p2p"]))
+    calibrate.before_compile(Config(thresholds="off"), _graph(None))
+    assert on_gpus == [] and calibration.in_use() is None
+
+
+@pytest.mark.parametrize(
+    ("options", "measures"), [({}, True), ({"split": "off"}, False), ({"device_profile": "H200"}, False)]
+)
+def test_what_was_tuned_without_a_profile_gets_one_by_a_calibration(
+    options: dict[str, str], measures: bool, on_gpus: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else nothing would be split there. A tuning's tables go before those of the calibration."""
+    monkeypatch.setattr("tw_compile.own_gate.user_steps", lambda *device: (Step(8, 1 << 30, "push_two_shot", 128),))
+    entry = Entry(8, "nccl", 0, None, "fused", "auto", Source("tuned", "measured", ()))
+    table = Table("thresholds.toml", "generic", (entry,))
+    monkeypatch.setattr("tw_compile.own_gate.tables_of", lambda layers, device_class: (table,))
+    calibrate.before_compile(Config(**options), _graph(None))
+    assert on_gpus == (["A GPU"] if measures else [])
 
 
 def test_ranks_do_what_the_first_one_says_also_where_they_cannot_describe_their_node(

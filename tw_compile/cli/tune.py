@@ -327,7 +327,7 @@ def _finish(report: dict[str, Any], derived: Any, folder: Path, plot_file: str |
         written += write(folder, derived, comment)
         if derived.profile is None:
             console.print(
-                f"no device profile: none is shipped for {derived.device_name}, and what compute takes is not measured here",
+                f"no device profile: none is shipped for {derived.device_name}; the next program that compiles measures one",
                 markup=False,
                 soft_wrap=True,
             )

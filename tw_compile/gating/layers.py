@@ -21,8 +21,9 @@ OFF = "off"
 AUTO = "auto"
 _FILE_NAME = "thresholds.toml"
 
-_OFF_SOURCE = Source("off", "default", ("thresholds are off: everything that can be fused is fused",))
-_OFF_TABLE = Table("no table", "generic", (Entry(ANY, ANY, 0, None, "fused", AUTO, _OFF_SOURCE),))
+OFF_SOURCE = Source("off", "default", ("thresholds are off: everything that can be fused is fused",))
+"""The source of the only entry where thresholds are off."""
+_OFF_TABLE = Table("no table", "generic", (Entry(ANY, ANY, 0, None, "fused", AUTO, OFF_SOURCE),))
 
 
 @dataclass(frozen=True)
