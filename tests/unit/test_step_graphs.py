@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 import pytest
 
 from tw_compile.hosts.vllm import step_graphs
-from tw_compile.hosts.vllm.step_graphs import Limits, StepGraph, StepGraphs, least_tokens
+from tw_compile.hosts.vllm.step_graphs import Limits, StepGraph, StepGraphs, least_tokens, sizes_of
 
 LIMITS = Limits(8, 4096)
 
@@ -63,7 +63,9 @@ class Engine:
         return max(value, float(self.steps[-1][0] >= self.full))
 
     def capture(self) -> list[str]:
-        return step_graphs._capture(self.graphs, LIMITS, self.run, self.timed, self.slowest)
+        return step_graphs._capture(
+            self.graphs, sizes_of(self.graphs.low, self.graphs.high), LIMITS, self.run, self.timed, self.slowest
+        )
 
 
 def test_all_sizes_are_tried_and_those_kept_that_gain() -> None:
@@ -100,7 +102,9 @@ def test_a_rank_without_room_for_the_second_way_keeps_no_graph_of_the_first() ->
             engine.graphs.prepared, engine.graphs.obstacle = None, "OutOfMemoryError: no room"
 
     engine.graphs.ways = lambda tokens: [("split", nullcontext()), ("whole", nullcontext())]
-    said = step_graphs._capture(engine.graphs, LIMITS, run, engine.timed, lambda value: value)
+    said = step_graphs._capture(
+        engine.graphs, sizes_of(engine.graphs.low, engine.graphs.high), LIMITS, run, engine.timed, lambda value: value
+    )
     assert said == ["768 tokens can't be captured, OutOfMemoryError: no room"]
     assert not engine.graphs.graphs and engine.graphs.limits is None
 
@@ -155,7 +159,9 @@ def test_the_faster_of_two_ways_is_kept() -> None:
             engine.graphs.graphs[tokens].first_results = (way[0],)
 
     engine.graphs.ways = lambda tokens: [(name, inside(name)) for name in ("split", "whole")]
-    said = step_graphs._capture(engine.graphs, LIMITS, run, timed, lambda value: value)
+    said = step_graphs._capture(
+        engine.graphs, sizes_of(engine.graphs.low, engine.graphs.high), LIMITS, run, timed, lambda value: value
+    )
     kept = {size: graph.first_results[0] for size, graph in engine.graphs.graphs.items()}
     assert kept == {768: "whole", 1024: "split", 1536: "split", 2048: "split", 3072: "split", 4096: "split"}
     assert list(captured.values()) == [["split", "whole"]] * 6 and way == [""]

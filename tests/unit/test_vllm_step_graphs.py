@@ -58,7 +58,7 @@ def test_the_shortest_of_three_trials_in_turns_decides(
 
     monkeypatch.setattr(step_graphs, "_capture_step", capture)
     timer = Timer(graphs, late)
-    assert step_graphs._capture(graphs, LIMITS, lambda tokens: None, timer, lambda value: value) == [said]
+    assert step_graphs._capture(graphs, [1024], LIMITS, lambda tokens: None, timer, lambda value: value) == [said]
     assert timer.trials == ["split", "whole"] * step_graphs.TRIALS
     kept: Any = graphs.graphs.get(1024)
     assert (kept is None) if said.startswith("nothing") else (kept.arguments[0] in said and kept.least == 1001)

@@ -1,4 +1,6 @@
-"""Long steps of a Llama of vLLM's that were captured: other requests and fewer tokens than those of the captured step.
+"""Steps of a Llama of vLLM's that were captured: other requests and fewer tokens than those of the captured step.
+
+Long steps run by groups of layers, and short ones by vLLM's pieces.
 
 There is no GPU. In place of a CUDA graph, the captured function runs again and writes its results where those of the first run
 are. So it reads what a graph would read, and nothing else that differs between steps.
@@ -21,6 +23,7 @@ from fake_vllm import LAYERS, MAX_TOKENS, engine_config, llama
 from one_rank import one_rank  # noqa: F401
 
 from tw_compile.hosts.vllm import step_graphs, ways
+from tw_compile.hosts.vllm.plan import Engine
 from tw_compile.hosts.vllm.step_graphs import Limits, StepGraphs
 
 pytestmark = pytest.mark.usefixtures("groups", "one_rank", "cold", "wide_residuals", "kernels_on_cpu")
@@ -39,6 +42,7 @@ STEPS = (
     [paged.Request(11, 10), paged.Request(0, 2), paged.Request(1, 1)],  # half 2 has nothing
 )
 LIMITS = Limits(requests=6, length=MAX_TOKENS)
+SPLITTING = replace(LIMITS, splits=True)
 SMALLER = 48
 
 
@@ -118,20 +122,31 @@ def engine(folder: Path, **options: Any) -> Any:
     return engine_config(folder, compilation=compilation, additional_config=given)
 
 
-@pytest.fixture
-def results(folder: Path, made: list[Again]) -> Iterator[tuple[Model, StepGraphs, list[torch.Tensor], list[Any]]]:
+@pytest.fixture(params=["long", "short"])
+def results(
+    request: pytest.FixtureRequest, folder: Path, made: list[Again], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Model, StepGraphs, list[torch.Tensor], list[Any]]]:
     """A model that has captured a step of ``SIZE`` tokens, and what ``STEPS`` gave before, with the caches after each."""
-    config = engine(folder)
+    long_from, options, limits = 24, {}, LIMITS
+    if request.param != "long":
+        long_from, options, limits = 97, {"vllm_layer_groups": 0} if request.param == "all short" else {}, SPLITTING
+        monkeypatch.setattr("tw_compile.hosts.vllm.plan.MOST_SHORT_TOKENS", long_from - 1)
+        monkeypatch.setattr("tw_compile.hosts.vllm.plan.FEWEST_GRAPH_TOKENS", 24)
+        monkeypatch.setattr(Engine, "graphs_obstacle", lambda self: None)
+    config = engine(folder, **options)
     with llama(config) as run:
         run(MAX_TOKENS)
         model = Model(config, run)
         outputs, caches = zip(*((model.step(requests), model.caches()) for requests in STEPS), strict=True)
-        (graphs,) = step_graphs.of_models
-        assert (graphs.low, graphs.high) == (24, MAX_TOKENS) and len(graphs.rows) == 2
+        *long, graphs = step_graphs.of_models
+        most = {"long": MAX_TOKENS, "short": long_from - 1, "all short": MAX_TOKENS}[request.param]
+        assert (graphs.low, graphs.high) == (24, most) and len(graphs.rows) == 2
+        assert graphs.short is (request.param != "long")
+        assert [(one.low, one.high) for one in long] == ([(97, MAX_TOKENS)] if request.param == "short" else [])
         model.reset()
         model.step(STEPS[0])
         for step in range(2):  # it gets memory, then it is captured
-            graphs.limits = LIMITS if not step else None
+            graphs.limits = limits if not step else None
             torch.testing.assert_close(model.step([paged.Request(0, SIZE)]), outputs[1], rtol=0, atol=0)
         assert graphs.prepared is None
         assert not made[0].replays
@@ -182,13 +197,18 @@ def test_graphs_of_two_sizes_run_in_turn_with_one_block_table(results: Any, made
 def test_other_steps_are_not_run_by_the_graph(
     results: Any, made: list[Again], requests: list[paged.Request], changes: dict[str, Any]
 ) -> None:
-    model, _, _, _ = results
-    if "causal" in changes:
+    model, graphs, _, _ = results
+    if "causal" in changes and not graphs.short:
         with pytest.raises(RuntimeError, match="causal"):  # nor by halves
             model.step(requests, **changes)
     else:
         assert not model.step(requests, **changes).isnan().any()
     assert not made[0].replays
+
+
+@pytest.mark.parametrize("results", ["all short"], indirect=True)
+def test_steps_without_groups_of_layers_are_short_ones(results: Any, made: list[Again]) -> None:
+    test_padded_steps_of_other_requests_have_the_same_bits(results, made)
 
 
 def test_what_is_not_known_is_not_captured(folder: Path, made: list[Again], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,9 +261,9 @@ CAPTURING = {"compilation": {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_s
 @pytest.mark.parametrize(
     ("options", "arguments", "said"),
     [
-        ({}, CAPTURING, "long steps as CUDA graphs: 128 tokens can't be captured, no step of a model"),
-        ({}, CAPTURING | {"enable_lora": True}, "no long steps as CUDA graphs: a step's adapters decide"),
-        ({}, {}, "no long steps as CUDA graphs: vLLM captures none"),
+        ({}, CAPTURING, "long steps as CUDA graphs: 64 tokens can't be captured, no step of a model"),
+        ({}, CAPTURING | {"enable_lora": True}, "no steps as CUDA graphs: a step's adapters decide"),
+        ({}, {}, "no steps as CUDA graphs: vLLM captures none"),
         ({"vllm_step_graphs": "off"}, CAPTURING, None),
     ],
     ids=["by default", "adapters", "no graphs at all", "off"],
@@ -271,7 +291,7 @@ def test_the_warm_up_captures_by_default(
     with caplog.at_level(logging.INFO, logger="vllm.tw_compile"):
         assert wrapper.compile_or_warm_up_model() == "warm"
     assert (said is None and "CUDA graphs" not in caplog.text) or str(said) in caplog.text
-    assert sorted(set(tokens)) == ([24, MAX_TOKENS] if said is not None and "can't" in said else [])
+    assert sorted(set(tokens)) == ([24, 64] if said is not None and "can't" in said else [])
     assert graphs.limits is None and not graphs.graphs
 
 
@@ -282,8 +302,8 @@ def test_what_speaks_against_graphs_is_said_by_one_rank(
     monkeypatch.setattr("vllm.distributed.parallel_state.get_tp_group", lambda: group)
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     with caplog.at_level(logging.INFO, logger="vllm.tw_compile"):
-        ways._capture_long_steps(None, None)
+        ways._capture_steps(None, None)
         assert not caplog.messages
         group.rank_in_group = 0
-        ways._capture_long_steps(None, None)
-    assert set(caplog.messages) == {"tw_compile: no long steps as CUDA graphs: the pass does not know its engine"}
+        ways._capture_steps(None, None)
+    assert set(caplog.messages) == {"tw_compile: no steps as CUDA graphs: the pass does not know its engine"}

@@ -44,7 +44,7 @@ def dispatched(
     ranges: dict[tuple[int, int], str], whole: dict[tuple[int, int], str], cuttable: bool = True
 ) -> Callable[..., Any]:
     """Runs steps whose arguments are positions [3, tokens], the number of tokens, and rows [tokens, 8]."""
-    how = steps.Steps("", [], [], frozenset(), 1, ((0, 1), (2, 0)), False, cuttable)
+    how = steps.Steps(1, ((0, 1), (2, 0)), cuttable)
     parts = {ends: {name: lambda: None} for ends, name in ranges.items()}
     return steps.dispatch(how, parts, lambda *_: "pieces", {ends: {name: lambda: None} for ends, name in whole.items()})
 

@@ -158,16 +158,17 @@ class VllmPass(InductorPass):
             logger.info("tw_compile: %d sums go to their norms directly, where the model copies them to buffers", count)
 
     def behind_split(self, backend: Any, graph: fx.GraphModule, example_inputs: Sequence[Any], function: Any) -> Any:
-        """``function``, which vLLM made of ``graph``, with another way to run long steps added."""
-        if not self.long_ranges or backend.is_encoder:
+        """``function``, which vLLM made of ``graph``, with another way to run long steps, and with graphs of short ones."""
+        short = None if self.engine is None else self.engine.short_steps(self.config, self.long_ranges)
+        if backend.is_encoder or not (self.long_ranges or short):
             return function
         found = state_operator(graph.graph)
         if found:
             logger.info("tw_compile: no groups of layers, %s: the model calls %s", GroupRefusal.STATE_SPACE, found)
             return function
         layers = self.config.vllm_layer_groups
-        ranges, tried = self._ranges()
-        return add_long_steps(backend, graph, example_inputs, function, ranges, layers, tried)
+        ranges, tried = self._ranges() if self.long_ranges else ((), ())
+        return add_long_steps(backend, graph, example_inputs, function, ranges, layers, tried, short)
 
     def _ranges(self) -> tuple[Ranges, Ranges]:
         """The ranges of long steps, and those tried. If the ranks plan them, all do so by facts that they agree on."""

@@ -12,6 +12,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,22 +36,41 @@ def add_long_steps(
     ranges: Ranges,
     layers: int,
     tried: Ranges,
+    short: tuple[int, int] | None = None,
 ) -> Any:
     """Make ``function``, which ``backend`` made of ``graph``, run steps of ``ranges`` in groups of up to ``layers`` layers.
 
-    Those ``tried`` are compiled both ways (``ways.py``).
+    Those ``tried`` are compiled both ways (``ways.py``). Steps of ``short[0]`` to ``short[1]`` tokens run as ``function`` runs
+    them, and may be captured as CUDA graphs (``step_graphs.py``).
 
     Returns ``function``. Where vLLM saves everything it compiled with ``function``, the result is another object, which saves
     these groups, too.
     """
     from vllm import envs  # not at the top: without vLLM there are no groups of layers, but everything else works
-    from vllm.compilation.codegen import generate_execution_code
 
     counts = [number for number, one in enumerate(example_inputs) if isinstance(one, torch.SymInt)]
-    cut = groups.cut(graph, layers) if counts else None
-    if cut is None:
+    cut = groups.cut(graph, layers) if counts and ranges else None
+    if ranges and cut is None:
         logger.info("tw_compile: no groups of layers: the graph has no layers that are known as such")
+    if cut is None and (short is None or not counts):
         return function
+    by_pieces = Steps(counts[0], _rows(graph), is_cuttable(backend.vllm_config), short)
+    steps, parts, whole = (by_pieces, {}, {}) if cut is None else _compiled(backend, cut, by_pieces, ranges, tried)
+    result = function
+    if envs.VLLM_USE_MEGA_AOT_ARTIFACT:
+        from tw_compile.hosts.vllm.artifact import WithLongSteps
+
+        result = WithLongSteps(function, steps, parts, whole)
+    function.optimized_call = dispatch(steps, parts, function.optimized_call, whole)
+    return result
+
+
+def _compiled(
+    backend: Any, cut: groups.Cut, by_pieces: Steps, ranges: Ranges, tried: Ranges
+) -> tuple[Steps, Parts, Parts]:
+    """``by_pieces`` with how to run steps of ``ranges`` by parts of ``cut``; the parts; those of ``tried`` that are whole."""
+    from vllm.compilation.codegen import generate_execution_code
+
     begun = time.perf_counter()
     compile_part = _Compiler(backend, cut.module)
     first, last = ranges[0][0], ranges[-1][1]
@@ -70,18 +90,11 @@ def add_long_steps(
     called.__dict__.update(parts[ranges[0]])  # compiled parts, because graphs would become part of the code
     bare = frozenset(name for name, part in cut.module.named_children() if not _returns_tuple(part))
     code, names, constants = generate_execution_code(called)
-    cuttable = is_cuttable(backend.vllm_config)
-    steps = Steps(code, names, constants, bare, counts[0], _rows(graph), cut.seamed, cuttable)
-    result = function
-    if envs.VLLM_USE_MEGA_AOT_ARTIFACT:
-        from tw_compile.hosts.vllm.artifact import WithLongSteps
-
-        result = WithLongSteps(function, steps, parts, whole)
-    function.optimized_call = dispatch(steps, parts, function.optimized_call, whole)
+    steps = replace(by_pieces, code=code, names=names, constants=constants, bare=bare, seamed=cut.seamed)
     ends, took = ", ".join(str(high) for _, high in ranges), time.perf_counter() - begun
     message = "tw_compile: steps of %d tokens and more run by %d groups of layers, ranges end at %s, compiled in %.1f s"
     logger.info(message, first, len(rest), ends, took)
-    return result
+    return steps, parts, whole
 
 
 def is_cuttable(engine: Any) -> bool:

@@ -40,6 +40,10 @@ MOST_SHORT_TOKENS = 512
 """Steps of at most this many tokens are run by pieces: their messages are for one-shot kernels, or nearly so."""
 
 
+FEWEST_GRAPH_TOKENS = 33
+"""Shorter steps are left to vLLM. Most of them are of requests of one token each, which vLLM captures with attention."""
+
+
 @dataclass(frozen=True)
 class Engine:
     """What matters of a vLLM configuration.
@@ -127,8 +131,19 @@ class Engine:
         )
         return next(((reason, detail) for applies, reason, detail in reasons if applies), None)
 
+    def short_steps(self, config: Config, long_ranges: tuple[tuple[int, int], ...]) -> tuple[int, int] | None:
+        """The fewest and the most tokens of steps that run by vLLM's pieces and may be captured as one CUDA graph each.
+
+        ``long_ranges`` are the ranges of steps that run by groups of layers. None where no steps may be captured.
+        """
+        most = long_ranges[0][0] - 1 if long_ranges else self.max_tokens
+        cannot = self.one_graph or self.speculative or self.state_space or self.graphs_obstacle() is not None
+        if config.vllm_step_graphs != "auto" or cannot or most <= FEWEST_GRAPH_TOKENS:
+            return None
+        return FEWEST_GRAPH_TOKENS, most
+
     def graphs_obstacle(self) -> str | None:
-        """Why long steps are not captured as CUDA graphs, in words; None if nothing in the configuration speaks against it."""
+        """Why steps are not captured as CUDA graphs, in words; None if nothing in the configuration speaks against it."""
         reasons = (
             (not self.captured_tokens, "vLLM captures none"),
             (self.lora, "a step's adapters decide what is launched"),

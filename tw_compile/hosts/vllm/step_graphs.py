@@ -1,9 +1,10 @@
-"""Long steps as CUDA graphs, of a few sizes: a shorter step runs padded.
+"""Steps as CUDA graphs, of a few sizes, with attention in the graph: a shorter step runs padded.
 
-The host launches a long step kernel by kernel. Where the GPU is faster than that, the step takes as long as the host does. A
-graph is one launch. vLLM captures graphs for short steps only, with attention outside or for requests of one length. Here the
-whole step is in the graph, with attention, whose metadata differ from step to step. So the graph reads metadata from memory of
-its own, for as many requests as a step can have, and each step's metadata are copied there.
+The host launches a long step kernel by kernel. Short steps are captured by vLLM. But unless all requests have one token each,
+attention is outside, so the host launches a graph and an attention for each layer. Where the GPU is faster than the host, a
+step takes as long as the host does. Here the whole step is in one graph, which is one launch. The metadata of attention differ
+from step to step. So the graph reads metadata from memory of its own, for as many requests as a step can have, and each step's
+metadata are copied there.
 
 What the host passes to attention's kernels as numbers is fixed when a step is captured: the longest query and the longest
 context that a step can have. FlashAttention 3 only chooses its kernel by them. Each request's own lengths lie in tensors.
@@ -41,6 +42,11 @@ LEAST_FREE_BYTES = 2**30
 
 _FLASH_ATTENTION = 3
 
+_SPLITS, _SPLITS_BYTES, _MOST_SPLIT_REQUESTS = 32, 2**27, 992
+"""FlashAttention 3 may split a request's keys among CTAs. Else a few CTAs would go through a long context alone. A graph has
+memory for at most so many parts, of at most so many bytes together. For up to so many requests, FlashAttention finds each one's
+number of parts on the GPU. 32 parts are what vLLM's own graphs have by default."""
+
 Run = Callable[[Sequence[Any]], tuple[Any, ...]]
 """Runs a step, given its arguments."""
 Timed = Callable[[Callable[[int], None], int], float]
@@ -48,10 +54,15 @@ Timed = Callable[[Callable[[int], None], int], float]
 
 @dataclass(frozen=True)
 class Limits:
-    """The most that a step can have: ``requests``, and tokens of one request with its context (``length``)."""
+    """The most that a step can have: ``requests``, and tokens of one request with its context (``length``).
+
+    ``splits``: whether attention may split a request's keys. That costs long steps up to a fifth of their attention, and vLLM
+    does not do it there.
+    """
 
     requests: int
     length: int
+    splits: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,7 +107,7 @@ def _memory(context: Any, tokens: int, limits: Limits, tables: dict[str, torch.T
 
     if not isinstance(context.attn_metadata, dict) or not all(map(is_plain, context.attn_metadata.values())):
         return None
-    impls = (context.no_compile_layers[layer].impl for layer in context.attn_metadata)
+    impls = [context.no_compile_layers[layer].impl for layer in context.attn_metadata]
     if any(impl.vllm_flash_attn_version != _FLASH_ATTENTION for impl in impls):
         return None  # version 2 has a grid for the longest query of each request that a step can have
     of_layers = {id(one): (layer, one) for layer, one in reversed(context.attn_metadata.items())}
@@ -108,6 +119,7 @@ def _memory(context: Any, tokens: int, limits: Limits, tables: dict[str, torch.T
         if layer not in tables or tables[layer].shape[1] != width:
             tables[layer] = metadata.block_table.new_zeros((limits.requests, width))
         own = copy(metadata)
+        part_bytes = max(impl.num_heads * impl.head_size for impl in impls) * tokens * 4
         vars(own).update(
             num_actual_tokens=tokens,
             max_query_len=min(tokens, limits.length),
@@ -117,12 +129,21 @@ def _memory(context: Any, tokens: int, limits: Limits, tables: dict[str, torch.T
             block_table=tables[layer][:requests],
             slot_mapping=slots,
         )
-        for name, value in (("scheduler_metadata", None), ("max_num_splits", 1)):
+        splits = _most_splits(metadata, requests, part_bytes) if limits.splits else 1
+        for name, value in (("scheduler_metadata", None), ("max_num_splits", splits)):
             if hasattr(own, name):
                 setattr(own, name, value)
         own.padded = True
         made.append(_Attention(layer, own, slots))
     return made
+
+
+def _most_splits(metadata: Any, requests: int, part_bytes: int) -> int:
+    """Into how many parts attention may split a request's keys; each part of all results takes ``part_bytes``."""
+    if requests > _MOST_SPLIT_REQUESTS:
+        return 1
+    asked = getattr(metadata, "max_num_splits", 0) or _SPLITS  # 0: vLLM's heuristics, which plan on the host
+    return max(min(asked, _SPLITS_BYTES // part_bytes), 1)
 
 
 class StepGraph:
@@ -146,8 +167,14 @@ class StepGraph:
             self.arguments[number] = arguments[number].clone()
 
     def context_of(self, context: Any) -> Any:
-        """``context`` with this graph's memory for metadata. A new object, so nothing is kept of what an earlier one held."""
+        """``context`` with this graph's memory for metadata, and without vLLM's graphs of pieces.
+
+        It is a new object, so nothing is kept of what an earlier one held.
+        """
+        from vllm.config import CUDAGraphMode
+
         own, given = copy(context), context.attn_metadata
+        own.cudagraph_runtime_mode = CUDAGraphMode.NONE
         by_metadata = {id(given[one.layer]): one for one in self._attention}
         of_layers = {layer: by_metadata[id(metadata)] for layer, metadata in given.items()}
         own.attn_metadata = {layer: one.metadata for layer, one in of_layers.items()}
@@ -209,13 +236,14 @@ def captured(run: Callable[[], tuple[Any, ...]]) -> tuple[Any, tuple[Any, ...]]:
 
 @dataclass
 class StepGraphs:
-    """The graphs of a model's long steps, by their size.
+    """The graphs of a model's long steps, or of its short ones, by their size.
 
     Attributes:
-        low, high: The fewest and the most tokens of a long step.
+        low, high: The fewest and the most tokens of such a step.
         rows: As for :class:`StepGraph`.
         ways: For a number of tokens: each way in which such a step was compiled, by its name, and what it has to run inside of.
             The name is empty if there is only one.
+        short: Whether these steps run by vLLM's pieces if not as graphs.
         limits: While they are set, the step that runs gets memory for a graph.
         tables: Block tables that all graphs share, see ``_memory``.
         prepared: The graph that has got memory. The next step of its size is captured.
@@ -226,11 +254,21 @@ class StepGraphs:
     high: int
     rows: tuple[tuple[int, int], ...]
     ways: Callable[[int], Sequence[tuple[str, AbstractContextManager[None]]]] = lambda tokens: (("", nullcontext()),)
+    short: bool = False
     graphs: dict[int, StepGraph] = field(default_factory=dict)
     limits: Limits | None = None
     tables: dict[str, torch.Tensor] = field(default_factory=dict)
     prepared: StepGraph | None = None
     obstacle: str = ""
+
+    def run(self, run: Run, arguments: Sequence[Any], tokens: int) -> Any:
+        """The step of ``tokens`` tokens that runs now: as a graph if there is one for it, or else by ``run(arguments)``."""
+        if self.limits is not None:
+            return self.prepare(run, arguments, tokens)
+        if self.prepared is not None:
+            return self.capture(run, tokens)
+        graph = self.of(tokens)
+        return run(arguments) if graph is None else graph.run(arguments, tokens)
 
     def of(self, tokens: int) -> StepGraph | None:
         """The graph for the step of so many tokens that runs now, if there is one. The same on all ranks."""
@@ -288,10 +326,11 @@ of_models: list[StepGraphs] = []
 """Those of this process' models, in the order in which they were compiled, which is the same on all ranks."""
 
 
-def capture_long_steps(worker: Any, run: Callable[[int], None], timed: Timed) -> None:
-    """Capture long steps with all ranks, from the shortest size on, as long as all have room. Keep those that gain.
+def capture_steps(worker: Any, run: Callable[[int], None], served: Callable[[int], None], timed: Timed) -> None:
+    """Capture steps with all ranks, from the shortest size on, as long as all have room. Keep those that gain.
 
-    ``run`` runs a step of so many tokens, ``timed(run, tokens)`` says how many milliseconds it takes.
+    ``run`` runs a step of so many tokens without vLLM's graphs, ``served`` as vLLM does, with its graphs and padding.
+    ``timed(run, tokens)`` says how many milliseconds a step takes.
     """
     from vllm.distributed.parallel_state import get_tp_group
 
@@ -301,24 +340,31 @@ def capture_long_steps(worker: Any, run: Callable[[int], None], timed: Timed) ->
     if group.world_size != dist.get_world_size():
         if group.rank_in_group == 0:
             obstacle = "ranks of pipeline or data parallelism have steps of their own"
-            logger.info("tw_compile: no long steps as CUDA graphs: %s", obstacle)
+            logger.info("tw_compile: no steps as CUDA graphs: %s", obstacle)
         return
     config = worker.vllm_config
-    limits = Limits(config.scheduler_config.max_num_seqs, config.model_config.max_model_len)
+    most = config.scheduler_config.max_num_seqs, config.model_config.max_model_len
+    captured = config.compilation_config.cudagraph_capture_sizes or ()
 
     def slowest(value: float) -> float:
         return max(one for (one,) in agree.gather([value], group.cpu_group))
 
+    def slowest_time(way: Callable[[int], None]) -> Callable[[int], float]:
+        return lambda tokens: slowest(timed(way, tokens))
+
     for graphs in of_models:
-        begun = time.perf_counter()
-        said = _capture(graphs, limits, run, lambda tokens: slowest(timed(run, tokens)), slowest)
+        begun, way = time.perf_counter(), served if graphs.short else run
+        sizes = sizes_of(graphs.low, graphs.high, captured if graphs.short else ())
+        limits = Limits(*most, splits=graphs.short)
+        said = _capture(graphs, sizes, limits, run, slowest_time(way), slowest) if sizes else []
         if group.rank_in_group == 0:
-            seconds = time.perf_counter() - begun
-            logger.info("tw_compile: long steps as CUDA graphs: %s; in %.1f s", "; ".join(said) or "none", seconds)
+            kind, seconds = "short" if graphs.short else "long", time.perf_counter() - begun
+            logger.info("tw_compile: %s steps as CUDA graphs: %s; in %.1f s", kind, "; ".join(said) or "none", seconds)
 
 
 def _capture(
     graphs: StepGraphs,
+    sizes: Sequence[int],
     limits: Limits,
     run: Callable[[int], None],
     timed: Callable[[int], float],
@@ -327,7 +373,7 @@ def _capture(
     """Capture steps of one model. Returns what was done, in words."""
     said: list[str] = []
     before = graphs.low, timed(graphs.low)
-    for size in sizes_of(graphs.low, graphs.high):
+    for size in sizes:
         uncaptured = size, timed(size)
         captured_ways = []
         for way, inside in graphs.ways(size):
@@ -372,13 +418,15 @@ def _capture_step(
     graphs.prepared = None
 
 
-def sizes_of(low: int, high: int) -> list[int]:
-    """The numbers of tokens that are tried: 768, 1024, and their doubles, from ``low`` on, and ``high``.
+def sizes_of(low: int, high: int, captured: Sequence[int] = ()) -> list[int]:
+    """The numbers of tokens that are tried: 64, 96, and their doubles, from ``low`` on, and ``high``.
 
-    So at most a third of a step is padding.
+    So at most a third of a step is padding. Up to the largest size in ``captured`` vLLM pads steps to these sizes, so no others
+    are tried there.
     """
-    doubles = (size << power for power in range(high.bit_length()) for size in (768, 1024))
-    return [*(size for size in doubles if low < size < high), high]
+    doubles = (size << power for power in range(high.bit_length()) for size in (64, 96))
+    sizes, padded = [*(size for size in doubles if low < size < high), high], max(captured, default=0)
+    return [size for size in sizes if size > padded or size in captured]
 
 
 def least_tokens(before: tuple[int, float], size: tuple[int, float], replayed: float) -> int:

@@ -1,4 +1,4 @@
-"""Runs steps of some ranges of token counts with parts that were compiled for these ranges."""
+"""Runs steps of some ranges of token counts with parts that were compiled for these ranges, and some steps as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -17,20 +17,23 @@ from tw_compile.kernels.collective.seam import leave_off
 class Steps:
     """How to run steps of some ranges of token counts, without the compiled parts.
 
-    ``code``, with its ``constants``, calls the parts by ``names``. Parts in ``bare`` return no tuple. The argument with the
-    number ``argument`` is the number of tokens. The arguments ``rows`` have a row for each token: their numbers, and which
-    dimension that is. ``seamed`` is as in :class:`~tw_compile.hosts.vllm.groups.Cut`. ``cuttable``: a step also runs with
-    fewer tokens than vLLM has prepared it for. Steps with adapters, or of several data-parallel ranks, do not.
+    The argument with the number ``argument`` is the number of tokens. The arguments ``rows`` have a row for each token: their
+    numbers, and which dimension that is. ``cuttable``: a step also runs with fewer tokens than vLLM has prepared it for. Steps
+    with adapters, or of several data-parallel ranks, do not. ``short``: the fewest and the most tokens of steps that run by
+    vLLM's pieces and may be captured, with attention; None: there are none. ``code``, with its ``constants``, calls the
+    compiled parts by ``names``; it is empty if there are none. Parts in ``bare`` return no tuple. ``seamed`` is as in
+    :class:`~tw_compile.hosts.vllm.groups.Cut`.
     """
 
-    code: str
-    names: list[str]
-    constants: list[Any]
-    bare: frozenset[str]
     argument: int
     rows: tuple[tuple[int, int], ...]
-    seamed: bool
     cuttable: bool
+    short: tuple[int, int] | None = None
+    code: str = ""
+    names: Sequence[str] = ()
+    constants: Sequence[Any] = ()
+    bare: frozenset[str] = frozenset()
+    seamed: bool = False
 
 
 Parts = dict[tuple[int, int], dict[str, Callable[..., Any]]]
@@ -38,11 +41,13 @@ Parts = dict[tuple[int, int], dict[str, Callable[..., Any]]]
 
 
 def dispatch(steps: Steps, parts: Parts, otherwise: Callable[..., Any], whole: Parts) -> Callable[..., Any]:
-    """Runs steps of the ranges in ``parts``; ``otherwise`` runs all others.
+    """Runs steps of the ranges in ``parts``; ``otherwise``, which is vLLM's function, runs all others.
 
     Ranges in ``whole`` were compiled both ways, split in ``parts`` and whole there. Which one runs is chosen later
     (``ways.py``). Some numbers of tokens may be captured as CUDA graphs later (``step_graphs.py``).
     """
+    if not parts:
+        return _with_short_graphs(steps, otherwise)
     from vllm.compilation.codegen import compile_execution_fn
 
     def compiled(of_range: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
@@ -61,6 +66,7 @@ def dispatch(steps: Steps, parts: Parts, otherwise: Callable[..., Any], whole: P
 
     graphs = StepGraphs(runs[0][0], runs[-1][1], steps.rows, ways)
     of_models.append(graphs)
+    otherwise = _with_short_graphs(steps, otherwise)
 
     def finished(run: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         results = run(*arguments)
@@ -98,14 +104,25 @@ def dispatch(steps: Steps, parts: Parts, otherwise: Callable[..., Any], whole: P
                 if not prepared and profiles_memory():
                     prepared = True
                     prepare(arguments, tokens, run)
-                if graphs.limits is not None:
-                    return graphs.prepare(partial(finished, run), arguments, tokens)
-                if graphs.prepared is not None:
-                    return graphs.capture(partial(finished, run), tokens)
-                graph = graphs.of(tokens)
-                if graph is not None:
-                    return graph.run(arguments, tokens)
-                return finished(run, arguments)
+                return graphs.run(partial(finished, run), arguments, tokens)
         return otherwise(*arguments)
+
+    return call
+
+
+def _with_short_graphs(steps: Steps, pieces: Callable[..., Any]) -> Callable[..., Any]:
+    """``pieces``, with CUDA graphs of whole steps for some numbers of tokens in ``steps.short``."""
+    if steps.short is None:
+        return pieces
+    low, high = steps.short
+    graphs = StepGraphs(low, high, steps.rows, short=True)
+    of_models.append(graphs)
+
+    def run(arguments: Sequence[Any]) -> Any:
+        return pieces(*arguments)
+
+    def call(*arguments: Any) -> Any:
+        tokens = arguments[steps.argument]
+        return graphs.run(run, arguments, tokens) if low <= tokens <= high else pieces(*arguments)
 
     return call

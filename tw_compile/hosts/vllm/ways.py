@@ -28,7 +28,7 @@ from tw_compile import agree
 from tw_compile.config import Config
 from tw_compile.environment import strict
 from tw_compile.hosts.vllm.options import switched_off
-from tw_compile.hosts.vllm.step_graphs import TRIALS, capture_long_steps, of_models
+from tw_compile.hosts.vllm.step_graphs import TRIALS, capture_steps, of_models
 
 if TYPE_CHECKING:
     from tw_compile.hosts.vllm.plan import Engine
@@ -120,16 +120,16 @@ def measure_behind_warm_up() -> None:
 
 
 def measure(worker: Any) -> None:
-    """:func:`choose_ways`, and then capture long steps if that is asked for. What an earlier call found is dropped."""
+    """:func:`choose_ways`, and then capture steps if that is asked for. What an earlier call found is dropped."""
     for graphs in of_models:
         graphs.graphs.clear()
     choose_ways(worker)
     if of_models and (asking := _pass_that_asks_for_graphs(worker)) is not None:
-        _capture_long_steps(worker, asking.engine)
+        _capture_steps(worker, asking.engine)
 
 
 def _pass_that_asks_for_graphs(worker: Any) -> Any:
-    """The pass in the worker's slot, if it is one of ours that asks for graphs of long steps; else None."""
+    """The pass in the worker's slot, if it is one of ours that asks for graphs of steps; else None."""
     from vllm.platforms import current_platform
 
     slot = worker.vllm_config.compilation_config.inductor_compile_config
@@ -138,22 +138,22 @@ def _pass_that_asks_for_graphs(worker: Any) -> Any:
     return found if isinstance(config, Config) and config.vllm_step_graphs == "auto" else None
 
 
-def _capture_long_steps(worker: Any, engine: Engine | None) -> None:
-    """:func:`step_graphs.capture_long_steps`. An error costs what it costs :func:`choose_ways`."""
+def _capture_steps(worker: Any, engine: Engine | None) -> None:
+    """:func:`step_graphs.capture_steps`. An error costs what it costs :func:`choose_ways`."""
     from vllm.distributed.parallel_state import get_tp_group
 
     obstacle = "the pass does not know its engine" if engine is None else engine.graphs_obstacle()
     if obstacle is not None:
         if get_tp_group().rank_in_group == 0:
-            logger.info("tw_compile: no long steps as CUDA graphs: %s", obstacle)
+            logger.info("tw_compile: no steps as CUDA graphs: %s", obstacle)
         return
 
     def undo() -> None:
         for graphs in of_models:
             graphs.graphs.clear()
 
-    with _trial("no long steps as CUDA graphs", undo):
-        capture_long_steps(worker, steps_of(worker), milliseconds)
+    with _trial("no steps as CUDA graphs", undo):
+        capture_steps(worker, steps_of(worker), steps_of(worker, as_served=True), milliseconds)
 
 
 @contextmanager
@@ -289,13 +289,15 @@ def _synchronise() -> None:
         torch.cuda.synchronize()
 
 
-def steps_of(worker: Any) -> Callable[[int], None]:
+def steps_of(worker: Any, as_served: bool = False) -> Callable[[int], None]:
     """Runs a step of so many tokens with attention, as vLLM itself does to warm kernels up.
+
+    ``as_served``: with vLLM's CUDA graphs, and padded to their sizes, as a step that vLLM serves; else without.
 
     vLLM 0.24 has two model runners. The first gives every request of such a step as many keys as the step has tokens. A block
     table has no room for more than the longest context, and attention would read pages behind it, so there the keys end. The
-    second runner's requests have the keys of their own tokens. It runs attention, and no CUDA graph at sizes that were not
-    captured, unasked.
+    second runner's requests have the keys of their own tokens. It runs attention, and CUDA graphs at sizes that were captured,
+    unasked. Graphs that we capture leave vLLM's out by themselves.
 
     Raises:
         TypeError: The runner's ``_dummy_run`` has not the options that either has.
@@ -304,7 +306,8 @@ def steps_of(worker: Any) -> Callable[[int], None]:
 
     dummy_run, longest = worker.model_runner._dummy_run, worker.vllm_config.model_config.max_model_len
     known = inspect.signature(dummy_run).parameters.keys()
-    first = {"cudagraph_runtime_mode": CUDAGraphMode.NONE, "force_attention": True, "skip_eplb": True}
+    mode = None if as_served else CUDAGraphMode.NONE  # None: as vLLM's dispatcher says
+    first = {"cudagraph_runtime_mode": mode, "force_attention": True, "skip_eplb": True}
     keys = "profile_seq_lens"
     if known >= {*first, keys}:
         return lambda tokens: dummy_run(tokens, **first, **{keys: min(tokens, longest)})
