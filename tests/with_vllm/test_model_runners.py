@@ -31,8 +31,19 @@ def test_the_first_runner_knows_the_options(longest: int) -> None:
     assert options["profile_seq_lens"] == min(700, longest)
 
 
-@pytest.mark.parametrize("tokens", [700, 701])
+def test_the_first_runner_runs_a_step_as_it_is_served() -> None:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    runner: Any = object.__new__(GPUModelRunner)
+    with mock.patch.object(GPUModelRunner, "_dummy_run", autospec=True) as dummy_run:
+        ways.steps_of(worker_of(runner), as_served=True)(64)
+    ((_, tokens), options) = dummy_run.call_args
+    assert tokens == 64 and options["force_attention"] and options["cudagraph_runtime_mode"] is None
+
+
+@pytest.mark.parametrize("tokens", [700, 701, 256, 65, 64, 1])
 def test_the_second_runner_runs_all_tokens_with_attention(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.worker.gpu.cudagraph_utils import get_uniform_token_count
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
     runner: Any = object.__new__(GPUModelRunner)
@@ -47,12 +58,15 @@ def test_the_second_runner_runs_all_tokens_with_attention(tokens: int, monkeypat
         setattr(runner, name, value)
 
     def execute_model(self: Any, scheduled: Any, **options: Any) -> None:
-        assert sum(scheduled.num_scheduled_tokens.values()) == scheduled.total_num_scheduled_tokens
+        of_requests = [*scheduled.num_scheduled_tokens.values()]
+        assert sum(of_requests) == scheduled.total_num_scheduled_tokens
+        if tokens > 1:  # else vLLM runs a graph of a whole step
+            assert get_uniform_token_count(len(of_requests), tokens, max(of_requests)) != 1
         steps.append((scheduled.total_num_scheduled_tokens, options))
 
     monkeypatch.setattr(GPUModelRunner, "execute_model", execute_model)
     ways.steps_of(worker_of(runner))(tokens)
     ((ran, options),) = steps
-    assert ran == tokens
+    assert ran == tokens and runner.max_num_reqs == 256
     assert options["dummy_run"] and not options["skip_attn_for_dummy_run"] and not options["is_profile"]
     assert "cudagraph_runtime_mode" not in inspect.signature(GPUModelRunner._dummy_run).parameters

@@ -413,6 +413,8 @@ def _capture_step(
         run(size)
     finally:
         graphs.limits = None
+    if graphs.prepared is None and not graphs.obstacle:
+        graphs.obstacle = "vLLM runs such a step without the model's function"
     if not slowest(float(graphs.prepared is None)):
         run(size)  # is captured
     graphs.prepared = None

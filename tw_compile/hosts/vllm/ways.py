@@ -297,7 +297,7 @@ def steps_of(worker: Any, as_served: bool = False) -> Callable[[int], None]:
     vLLM 0.24 has two model runners. The first gives every request of such a step as many keys as the step has tokens. A block
     table has no room for more than the longest context, and attention would read pages behind it, so there the keys end. The
     second runner's requests have the keys of their own tokens. It runs attention, and CUDA graphs at sizes that were captured,
-    unasked. Graphs that we capture leave vLLM's out by themselves.
+    unasked. Graphs that we capture leave vLLM's graphs of pieces out by themselves.
 
     Raises:
         TypeError: The runner's ``_dummy_run`` has not the options that either has.
@@ -312,8 +312,25 @@ def steps_of(worker: Any, as_served: bool = False) -> Callable[[int], None]:
     if known >= {*first, keys}:
         return lambda tokens: dummy_run(tokens, **first, **{keys: min(tokens, longest)})
     if known >= {"skip_attn", "skip_eplb"}:
-        return lambda tokens: dummy_run(tokens, skip_attn=False, skip_eplb=True)
+        return lambda tokens: _dummy_run_of_few(worker.model_runner, tokens)
     expected = f"either {sorted({*first, keys})} or ['skip_attn', 'skip_eplb']"
     raise TypeError(
         f"_dummy_run of {type(worker.model_runner).__name__}: expected options {expected}, got {sorted(known)}"
     )
+
+
+def _dummy_run_of_few(runner: Any, tokens: int) -> None:
+    """A step of vLLM's second runner, of requests with two tokens or more.
+
+    Where there may be as many requests as tokens, the runner would give each request one token. vLLM has graphs of whole steps
+    for that, which run no function of the model.
+    """
+    most = getattr(runner, "max_num_reqs", None)
+    if most is None:
+        runner._dummy_run(tokens, skip_attn=False, skip_eplb=True)
+        return
+    runner.max_num_reqs = max(min(most, tokens // 2), 1)
+    try:
+        runner._dummy_run(tokens, skip_attn=False, skip_eplb=True)
+    finally:
+        runner.max_num_reqs = most
