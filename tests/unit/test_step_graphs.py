@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import pytest
 
 from tw_compile.hosts.vllm import step_graphs
-from tw_compile.hosts.vllm.step_graphs import Limits, StepGraph, StepGraphs, least_tokens, sizes_of
+from tw_compile.hosts.vllm.step_graphs import Limits, StepGraph, StepGraphs, StepTimes, least_tokens, sizes_of
 
 LIMITS = Limits(8, 4096)
 
@@ -32,8 +32,10 @@ def test_steps_gain_from_where_they_take_longer_uncaptured(
 class Engine:
     """Steps take a hundredth of a millisecond for each token; uncaptured a little more, and 20 at least.
 
-    There is no room for steps of ``full`` tokens and more.
+    There is no room for steps of ``full`` tokens and more. ``launch_ms`` is what the host needs while it serves.
     """
+
+    launch_ms = 0.0
 
     def __init__(self, full: int = 10**6, obstacle_here: bool = True) -> None:
         self.graphs = StepGraphs(513, 4096, ())
@@ -60,12 +62,13 @@ class Engine:
 
     def slowest(self, value: float) -> float:
         """Another rank has no room either."""
-        return max(value, float(self.steps[-1][0] >= self.full))
+        return max(value, float(bool(self.steps) and self.steps[-1][0] >= self.full))
 
     def capture(self) -> list[str]:
-        return step_graphs._capture(
-            self.graphs, sizes_of(self.graphs.low, self.graphs.high), LIMITS, self.run, self.timed, self.slowest
-        )
+        return self.captured_by(self.run, StepTimes(self.timed, lambda tokens: self.launch_ms, self.slowest))
+
+    def captured_by(self, run: Callable[[int], None], times: StepTimes) -> list[str]:
+        return step_graphs._capture(self.graphs, sizes_of(self.graphs.low, self.graphs.high), LIMITS, run, times)
 
 
 def test_all_sizes_are_tried_and_those_kept_that_gain() -> None:
@@ -81,6 +84,29 @@ def test_all_sizes_are_tried_and_those_kept_that_gain() -> None:
     sizes = [tokens for tokens, capturing in engine.steps if capturing == "captured"]
     assert sizes == [768, 1024, 1536, 2048, 3072, 4096]
     assert engine.graphs.limits is None
+
+
+def test_a_host_that_serves_may_be_slower_than_the_gpu() -> None:
+    """It needs 25 ms for a step then, so steps of 2048 tokens gain, too. Those of 3072 take the GPU longer."""
+    engine = Engine()
+    engine.launch_ms = 25.0
+    said = engine.capture()
+    assert said[3:5] == [
+        "1537 to 2048 tokens, 20.5 ms and not 25.0",
+        "nothing gained by 3072 tokens, 30.7 and 30.8 ms",
+    ]
+
+
+def test_one_long_trial_of_an_uncaptured_step_makes_no_graph() -> None:
+    engine, trials = Engine(), dict[int, int]()
+
+    def timed(tokens: int) -> float:
+        trials[tokens] = trials.get(tokens, 0) + 1
+        return engine.timed(tokens) + 100.0 * (trials[tokens] == 1 and tokens == 4096)
+
+    said = engine.captured_by(engine.run, StepTimes(timed, lambda tokens: 0.0, lambda value: value))
+    assert said[-1] == "nothing gained by 4096 tokens, 41.0 and 41.0 ms"
+    assert trials[4096] == 2 * step_graphs.TRIALS
 
 
 @pytest.mark.parametrize(("here", "why"), [(True, "OutOfMemoryError: no room"), (False, "by another rank")])
@@ -102,9 +128,7 @@ def test_a_rank_without_room_for_the_second_way_keeps_no_graph_of_the_first() ->
             engine.graphs.prepared, engine.graphs.obstacle = None, "OutOfMemoryError: no room"
 
     engine.graphs.ways = lambda tokens: [("split", nullcontext()), ("whole", nullcontext())]
-    said = step_graphs._capture(
-        engine.graphs, sizes_of(engine.graphs.low, engine.graphs.high), LIMITS, run, engine.timed, lambda value: value
-    )
+    said = engine.captured_by(run, StepTimes(engine.timed, lambda tokens: 0.0, lambda value: value))
     assert said == ["768 tokens can't be captured, OutOfMemoryError: no room"]
     assert not engine.graphs.graphs and engine.graphs.limits is None
 
@@ -128,10 +152,21 @@ def test_an_error_ends_the_capture(monkeypatch: pytest.MonkeyPatch) -> None:
         (1000, 2303, [1024, 1536, 2048, 2303]),
         (513, 16384, [768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384]),
         (513, 700, [700]),
+        (33, 512, [64, 96, 128, 192, 256, 384, 512]),
+        (33, 100, [64, 96, 100]),
     ],
 )
 def test_a_step_is_padded_by_a_third_at_most(low: int, high: int, sizes: list[int]) -> None:
     assert step_graphs.sizes_of(low, high) == sizes
+
+
+def test_only_sizes_are_tried_to_which_vllm_pads() -> None:
+    """A step of 97 to 256 tokens reaches the model's function with 256 tokens, those of more as they are."""
+    captured = [1, 2, 4, 8, 16, 96, 256]
+    assert step_graphs.sizes_of(33, 512, captured) == [96, 256, 384, 512]
+    assert step_graphs.sizes_of(33, 256, captured) == [96, 256]
+    assert step_graphs.sizes_of(33, 90, captured) == []
+    assert step_graphs.sizes_of(33, 128, range(1, 129)) == [64, 96, 128]
 
 
 def test_the_faster_of_two_ways_is_kept() -> None:
@@ -159,9 +194,7 @@ def test_the_faster_of_two_ways_is_kept() -> None:
             engine.graphs.graphs[tokens].first_results = (way[0],)
 
     engine.graphs.ways = lambda tokens: [(name, inside(name)) for name in ("split", "whole")]
-    said = step_graphs._capture(
-        engine.graphs, sizes_of(engine.graphs.low, engine.graphs.high), LIMITS, run, timed, lambda value: value
-    )
+    said = engine.captured_by(run, StepTimes(timed, lambda tokens: 0.0, lambda value: value))
     kept = {size: graph.first_results[0] for size, graph in engine.graphs.graphs.items()}
     assert kept == {768: "whole", 1024: "split", 1536: "split", 2048: "split", 3072: "split", 4096: "split"}
     assert list(captured.values()) == [["split", "whole"]] * 6 and way == [""]

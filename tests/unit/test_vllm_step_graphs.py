@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tw_compile.hosts.vllm import step_graphs
-from tw_compile.hosts.vllm.step_graphs import Limits, StepGraph, StepGraphs
+from tw_compile.hosts.vllm.step_graphs import Limits, StepGraph, StepGraphs, StepTimes
 
 LIMITS = Limits(requests=4, length=4096)
 UNCAPTURED_MS = 20.0
@@ -58,7 +58,8 @@ def test_the_shortest_of_three_trials_in_turns_decides(
 
     monkeypatch.setattr(step_graphs, "_capture_step", capture)
     timer = Timer(graphs, late)
-    assert step_graphs._capture(graphs, [1024], LIMITS, lambda tokens: None, timer, lambda value: value) == [said]
+    times = StepTimes(timer, lambda tokens: 0.0, lambda value: value)
+    assert step_graphs._capture(graphs, [1024], LIMITS, lambda tokens: None, times) == [said]
     assert timer.trials == ["split", "whole"] * step_graphs.TRIALS
     kept: Any = graphs.graphs.get(1024)
     assert (kept is None) if said.startswith("nothing") else (kept.arguments[0] in said and kept.least == 1001)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -326,11 +327,14 @@ of_models: list[StepGraphs] = []
 """Those of this process' models, in the order in which they were compiled, which is the same on all ranks."""
 
 
-def capture_steps(worker: Any, run: Callable[[int], None], served: Callable[[int], None], timed: Timed) -> None:
+def capture_steps(
+    worker: Any, run: Callable[[int], None], served: Callable[[int], None], timed: Timed, launched: Timed
+) -> None:
     """Capture steps with all ranks, from the shortest size on, as long as all have room. Keep those that gain.
 
     ``run`` runs a step of so many tokens without vLLM's graphs, ``served`` as vLLM does, with its graphs and padding.
-    ``timed(run, tokens)`` says how many milliseconds a step takes.
+    ``timed(run, tokens)`` says how many milliseconds a step takes. ``launched(run, tokens)`` says how many the host needs to
+    launch it while it serves.
     """
     from vllm.distributed.parallel_state import get_tp_group
 
@@ -349,32 +353,47 @@ def capture_steps(worker: Any, run: Callable[[int], None], served: Callable[[int
     def slowest(value: float) -> float:
         return max(one for (one,) in agree.gather([value], group.cpu_group))
 
-    def slowest_time(way: Callable[[int], None]) -> Callable[[int], float]:
-        return lambda tokens: slowest(timed(way, tokens))
-
     for graphs in of_models:
         begun, way = time.perf_counter(), served if graphs.short else run
         sizes = sizes_of(graphs.low, graphs.high, captured if graphs.short else ())
         limits = Limits(*most, splits=graphs.short)
-        said = _capture(graphs, sizes, limits, run, slowest_time(way), slowest) if sizes else []
+        replayed = partial(timed, way)
+        said = (
+            _capture(graphs, sizes, limits, run, StepTimes(replayed, partial(launched, way), slowest)) if sizes else []
+        )
         if group.rank_in_group == 0:
             kind, seconds = "short" if graphs.short else "long", time.perf_counter() - begun
             logger.info("tw_compile: %s steps as CUDA graphs: %s; in %.1f s", kind, "; ".join(said) or "none", seconds)
 
 
+@dataclass(frozen=True)
+class StepTimes:
+    """Milliseconds of a step of so many tokens on this rank, and how all ranks learn of the slowest one's.
+
+    ``timed``: of steps that follow each other, while nothing else is done. ``launched``: of the host, while it serves.
+    """
+
+    timed: Callable[[int], float]
+    launched: Callable[[int], float]
+    slowest: Callable[[float], float]
+
+    def replayed(self, tokens: int) -> float:
+        """Of a graph. The host launches it at once."""
+        return self.slowest(self.timed(tokens))
+
+    def uncaptured(self, tokens: int) -> float:
+        """Of a step that is no graph of ours. While it serves, the host may be slower than the GPU."""
+        return self.slowest(max(self.timed(tokens), self.launched(tokens)))
+
+
 def _capture(
-    graphs: StepGraphs,
-    sizes: Sequence[int],
-    limits: Limits,
-    run: Callable[[int], None],
-    timed: Callable[[int], float],
-    slowest: Callable[[float], float],
+    graphs: StepGraphs, sizes: Sequence[int], limits: Limits, run: Callable[[int], None], times: StepTimes
 ) -> list[str]:
     """Capture steps of one model. Returns what was done, in words."""
     said: list[str] = []
-    before = graphs.low, timed(graphs.low)
+    slowest = times.slowest
+    before = graphs.low, times.uncaptured(graphs.low)
     for size in sizes:
-        uncaptured = size, timed(size)
         captured_ways = []
         for way, inside in graphs.ways(size):
             with inside:
@@ -385,22 +404,24 @@ def _capture(
             graph = graphs.graphs.pop(size)
             graph.least = size
             captured_ways.append((way, graph))
-        times = [math.inf for _ in captured_ways]  # those of the slowest rank, on all ranks
+        uncaptured, found = math.inf, [math.inf for _ in captured_ways]  # those of the slowest rank, on all ranks
         for _ in range(TRIALS):
+            graphs.graphs.pop(size, None)
+            uncaptured = min(uncaptured, times.uncaptured(size))
             for place, (_, graph) in enumerate(captured_ways):
                 graphs.graphs[size] = graph
-                times[place] = min(times[place], timed(size))
-        replayed = min(times)
-        way, graph = captured_ways[times.index(replayed)]
+                found[place] = min(found[place], times.replayed(size))
+        replayed = min(found)
+        way, graph = captured_ways[found.index(replayed)]
         graphs.graphs[size] = graph
-        graph.least = least_tokens(before, uncaptured, replayed)
+        graph.least = least_tokens(before, (size, uncaptured), replayed)
         if graph.least > size:
             del graphs.graphs[size]
-            said.append(f"nothing gained by {size} tokens, {replayed:.1f} and {uncaptured[1]:.1f} ms")
+            said.append(f"nothing gained by {size} tokens, {replayed:.1f} and {uncaptured:.1f} ms")
         else:
             steps = f"{graph.least} to {size} tokens" + (f" {way}" if way else "")
-            said.append(f"{steps}, {replayed:.1f} ms and not {uncaptured[1]:.1f}")
-        before = uncaptured
+            said.append(f"{steps}, {replayed:.1f} ms and not {uncaptured:.1f}")
+        before = size, uncaptured
     return said
 
 

@@ -153,7 +153,7 @@ def _capture_steps(worker: Any, engine: Engine | None) -> None:
             graphs.graphs.clear()
 
     with _trial("no steps as CUDA graphs", undo):
-        capture_steps(worker, steps_of(worker), steps_of(worker, as_served=True), milliseconds)
+        capture_steps(worker, steps_of(worker), steps_of(worker, as_served=True), milliseconds, _launch_while_serving)
 
 
 @contextmanager
@@ -284,6 +284,10 @@ def _launch_milliseconds(run: Callable[[int], None], tokens: int) -> float:
     return seconds / RUNS * 1e3
 
 
+def _launch_while_serving(run: Callable[[int], None], tokens: int) -> float:
+    return HEADROOM * _launch_milliseconds(run, tokens)
+
+
 def _synchronise() -> None:
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
@@ -320,7 +324,7 @@ def steps_of(worker: Any, as_served: bool = False) -> Callable[[int], None]:
 
 
 def _dummy_run_of_few(runner: Any, tokens: int) -> None:
-    """A step of vLLM's second runner, of requests with two tokens or more.
+    """A step of vLLM's second runner, of requests with 16 tokens or more.
 
     Where there may be as many requests as tokens, the runner would give each request one token. vLLM has graphs of whole steps
     for that, which run no function of the model.
@@ -329,7 +333,7 @@ def _dummy_run_of_few(runner: Any, tokens: int) -> None:
     if most is None:
         runner._dummy_run(tokens, skip_attn=False, skip_eplb=True)
         return
-    runner.max_num_reqs = max(min(most, tokens // 2), 1)
+    runner.max_num_reqs = max(min(most, tokens // 16), 1)
     try:
         runner._dummy_run(tokens, skip_attn=False, skip_eplb=True)
     finally:
