@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import pytest
 
@@ -209,3 +210,22 @@ def test_a_model_of_short_steps_has_one_size(monkeypatch: pytest.MonkeyPatch) ->
     engine.graphs.high = 700
     engine.capture()
     assert list(engine.graphs.graphs) == [700]
+
+
+@pytest.mark.parametrize(
+    ("asked", "requests", "tokens", "part_mib", "splits"),
+    [
+        (32, 256, 512, 4, 32),
+        (32, 256, 512, 8, 16),  # 128 MiB for all parts
+        (8, 256, 512, 8, 8),
+        (32, 256, 2048, 256, 1),
+        (32, 1024, 512, 4, 1),  # FlashAttention would split all requests alike
+        (0, 256, 512, 4, 32),
+        (0, 256, 1024, 4, 1),  # vLLM splits none there
+    ],
+)
+def test_short_steps_split_keys_as_far_as_there_is_memory(
+    asked: int, requests: int, tokens: int, part_mib: int, splits: int
+) -> None:
+    metadata = SimpleNamespace(max_num_splits=asked)
+    assert step_graphs.most_splits(metadata, requests, tokens, part_mib * 2**20) == splits

@@ -429,6 +429,29 @@ def test_what_keeps_steps_from_running_by_groups_of_layers(
     assert isinstance(found, tuple) and found[0] == reason and found[1]
 
 
+@pytest.mark.parametrize(
+    ("change", "options", "long_ranges", "expected"),
+    [
+        ({}, {}, ((513, 4096), (4097, 8192)), (33, 512)),
+        ({"captured_tokens": 2048}, {}, ((2049, 8192),), (33, 2048)),
+        ({"max_tokens": 512}, {}, (), (33, 512)),
+        ({"max_tokens": 33}, {}, (), None),
+        ({}, {"vllm_layer_groups": 0}, (), (33, 8192)),
+        ({}, {"vllm_step_graphs": "off"}, ((513, 8192),), None),
+        ({"captured_tokens": 0}, {}, ((513, 8192),), None),  # vLLM captures nothing
+        ({"lora": True}, {}, (), None),
+        ({"state_space": True}, {}, (), None),
+        ({"speculative": True}, {}, (), None),
+        ({"one_graph": True}, {}, (), None),
+    ],
+)
+def test_steps_below_groups_of_layers_may_be_graphs_with_attention(
+    change: dict[str, Any], options: dict[str, Any], long_ranges: Any, expected: tuple[int, int] | None
+) -> None:
+    engine = replace(ENGINE, **{"captured_tokens": 512, "max_tokens": 8192} | change)
+    assert engine.short_steps(Config(**options), long_ranges) == expected
+
+
 def test_ranges_of_long_steps_cover_them_and_none_has_one_size() -> None:
     assert plan.ranges_from(513, [], 8192) == ((513, 8192),)
     assert plan.ranges_from(513, [1, 512, 513, 1024, 4096, 8191], 8192) == ((513, 1024), (1025, 4096), (4097, 8192))

@@ -295,6 +295,47 @@ def test_the_warm_up_captures_by_default(
     assert graphs.limits is None and not graphs.graphs
 
 
+def test_short_steps_are_timed_as_they_are_served(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their sizes are those that vLLM captures, and beyond them any. Long steps run without vLLM's graphs."""
+    captured: list[tuple[list[int], bool, float]] = []
+
+    def capture(graphs: StepGraphs, sizes: list[int], limits: Limits, run: Any, times: Any) -> list[str]:
+        captured.append((sizes, limits.splits, times.uncaptured(50)))
+        return []
+
+    def run(tokens: int) -> None: ...
+
+    def served(tokens: int) -> None: ...
+
+    kinds = [StepGraphs(129, 600, ()), StepGraphs(33, 128, (), short=True), StepGraphs(33, 60, (), short=True)]
+    monkeypatch.setattr(step_graphs, "of_models", kinds)
+    monkeypatch.setattr(step_graphs, "_capture", capture)
+    monkeypatch.setattr(step_graphs.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(step_graphs.agree, "gather", lambda own, group: [own, [own[0] + 1.0]])
+    compilation = {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [8, 64, 80]}
+    worker = worker_of(engine_config(folder, compilation=compilation), [])
+    step_graphs.capture_steps(worker, run, served, lambda way, _: 3.0 if way is served else 1.0, lambda way, _: 2.0)
+    assert captured == [
+        ([192, 256, 384, 512, 600], False, 3.0),  # the host's time, and 1 ms more on another rank
+        ([64, 96, 128], True, 4.0),
+    ]
+
+
+@pytest.mark.parametrize("mega", ["0", "1"])
+def test_a_warm_start_has_short_steps(
+    folder: Path, made: list[Again], monkeypatch: pytest.MonkeyPatch, mega: str
+) -> None:
+    monkeypatch.setenv("VLLM_USE_MEGA_AOT_ARTIFACT", mega)
+    monkeypatch.setattr(Engine, "graphs_obstacle", lambda self: None)
+    results = []
+    for _ in range(2):
+        step_graphs.of_models.clear()
+        with llama(engine(folder, vllm_layer_groups=0)) as run:
+            results.append(run(MAX_TOKENS).clone())
+        assert [(one.low, one.high, one.short) for one in step_graphs.of_models] == [(33, MAX_TOKENS, True)]
+    assert torch.equal(*results)
+
+
 def test_what_speaks_against_graphs_is_said_by_one_rank(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

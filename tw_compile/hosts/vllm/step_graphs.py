@@ -43,10 +43,11 @@ LEAST_FREE_BYTES = 2**30
 
 _FLASH_ATTENTION = 3
 
-_SPLITS, _SPLITS_BYTES, _MOST_SPLIT_REQUESTS = 32, 2**27, 992
+_SPLITS, _SPLITS_BYTES, _MOST_SPLIT_REQUESTS, _SPLIT_TOKENS = 32, 2**27, 992, 512
 """FlashAttention 3 may split a request's keys among CTAs. Else a few CTAs would go through a long context alone. A graph has
 memory for at most so many parts, of at most so many bytes together. For up to so many requests, FlashAttention finds each one's
-number of parts on the GPU. 32 parts are what vLLM's own graphs have by default."""
+number of parts on the GPU. 32 parts are what vLLM's own graphs have by default. In steps of more tokens that are no graphs of
+vLLM's, vLLM's heuristics split nothing on Hopper, and splitting costs up to a quarter of the attention of a prompt."""
 
 Run = Callable[[Sequence[Any]], tuple[Any, ...]]
 """Runs a step, given its arguments."""
@@ -57,8 +58,7 @@ Timed = Callable[[Callable[[int], None], int], float]
 class Limits:
     """The most that a step can have: ``requests``, and tokens of one request with its context (``length``).
 
-    ``splits``: whether attention may split a request's keys. That costs long steps up to a fifth of their attention, and vLLM
-    does not do it there.
+    ``splits``: whether attention may split a request's keys, as vLLM does in short steps.
     """
 
     requests: int
@@ -130,7 +130,7 @@ def _memory(context: Any, tokens: int, limits: Limits, tables: dict[str, torch.T
             block_table=tables[layer][:requests],
             slot_mapping=slots,
         )
-        splits = _most_splits(metadata, requests, part_bytes) if limits.splits else 1
+        splits = most_splits(metadata, requests, tokens, part_bytes) if limits.splits else 1
         for name, value in (("scheduler_metadata", None), ("max_num_splits", splits)):
             if hasattr(own, name):
                 setattr(own, name, value)
@@ -139,12 +139,12 @@ def _memory(context: Any, tokens: int, limits: Limits, tables: dict[str, torch.T
     return made
 
 
-def _most_splits(metadata: Any, requests: int, part_bytes: int) -> int:
+def most_splits(metadata: Any, requests: int, tokens: int, part_bytes: int) -> int:
     """Into how many parts attention may split a request's keys; each part of all results takes ``part_bytes``."""
-    if requests > _MOST_SPLIT_REQUESTS:
+    asked = getattr(metadata, "max_num_splits", 0)  # 0: by vLLM's heuristics, which plan on the host
+    if requests > _MOST_SPLIT_REQUESTS or (not asked and tokens > _SPLIT_TOKENS):
         return 1
-    asked = getattr(metadata, "max_num_splits", 0) or _SPLITS  # 0: vLLM's heuristics, which plan on the host
-    return max(min(asked, _SPLITS_BYTES // part_bytes), 1)
+    return max(min(asked or _SPLITS, _SPLITS_BYTES // part_bytes), 1)
 
 
 class StepGraph:
