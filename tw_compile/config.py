@@ -77,9 +77,9 @@ class Config:
             so) or ``off``.
         vllm_layer_groups: For vLLM only, in steps too long for CUDA graphs: the largest number of layers that are compiled as
             one graph, with attention in it, instead of pieces that end at attention. 0 keeps the pieces.
-        vllm_step_graphs: For vLLM only: whether some numbers of tokens of these steps are captured as CUDA graphs at the start,
-            where a step is measured to gain by it: ``auto`` or ``off``. It needs FlashAttention 3, graphs that vLLM captures
-            itself, and 1 GiB of free memory.
+        vllm_step_graphs: For vLLM only: whether steps of some numbers of tokens are captured as CUDA graphs at the start, with
+            attention, where a step is measured to gain by it: ``auto`` or ``off``. It needs FlashAttention 3, graphs that vLLM
+            captures itself, and 1 GiB of free memory.
         device_profile: The device that splits are planned for: ``auto`` takes the profile of the present device, else a name or
             a TOML file (``tw_compile.planning``), whatever the device and the transport are.
         wire: How rows travel between ranks: ``exact``, in codes of 8 bits (``int8``), or sums in 4 and results in
