@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tw_compile.hosts.vllm import step_graphs
 from tw_compile.hosts.vllm.step_graphs import Limits, StepGraph, StepGraphs, StepTimes, least_tokens, sizes_of
@@ -75,8 +76,8 @@ class Engine:
 def test_all_sizes_are_tried_and_those_kept_that_gain() -> None:
     engine = Engine()
     said = engine.capture()
-    assert {size: graph.least for size, graph in engine.graphs.graphs.items()} == {768: 514, 1024: 769, 1536: 1025}
-    assert said[0] == "514 to 768 tokens, 7.7 ms and not 20.0"
+    assert {size: graph.least for size, graph in engine.graphs.graphs.items()} == {768: 513, 1024: 769, 1536: 1025}
+    assert said[0] == "513 to 768 tokens, 7.7 ms and not 20.0"
     assert said[3:] == [
         "nothing gained by 2048 tokens, 20.5 and 20.5 ms",
         "nothing gained by 3072 tokens, 30.7 and 30.8 ms",
@@ -200,7 +201,7 @@ def test_the_faster_of_two_ways_is_kept() -> None:
     assert kept == {768: "whole", 1024: "split", 1536: "split", 2048: "split", 3072: "split", 4096: "split"}
     assert list(captured.values()) == [["split", "whole"]] * 6 and way == [""]
     assert said[:2] == [
-        "514 to 768 tokens whole, 7.7 ms and not 40.0",
+        "513 to 768 tokens whole, 7.7 ms and not 40.0",
         "769 to 1024 tokens split, 10.0 ms and not 40.0",
     ]
 
@@ -229,3 +230,28 @@ def test_short_steps_split_keys_as_far_as_there_is_memory(
 ) -> None:
     metadata = SimpleNamespace(max_num_splits=asked)
     assert step_graphs.most_splits(metadata, requests, tokens, part_mib * 2**20) == splits
+
+
+def test_a_graph_reads_positions_that_lie_in_memory_as_the_steps_do() -> None:
+    """The strides of positions [3, tokens] are arguments of the compiled code, and the graph passes those of its capture."""
+    positions = torch.arange(303).view(3, 101)[:, :64]
+    graph = StepGraph(64, (64, positions, torch.ones(64, 2)), ((1, 1), (2, 0)), [])
+    own = graph.arguments[1]
+    assert own.stride() == positions.stride() == (101, 1) and torch.equal(own, positions)
+    assert own.data_ptr() != positions.data_ptr()
+    graph.fill((40, positions[:, :40] + 7, torch.zeros(40, 2)), 40, SimpleNamespace(attn_metadata={}))
+    assert torch.equal(own[:, :40], positions[:, :40] + 7) and torch.equal(own[:, 40:], positions[:, 40:])
+
+
+def test_an_error_of_any_kind_leaves_no_step_prepared() -> None:
+    """Else the next step that vLLM serves would be captured."""
+    engine = Engine()
+
+    def broken(tokens: int) -> None:
+        engine.run(tokens)
+        if engine.graphs.prepared is not None:
+            raise AssertionError("in the first run")
+
+    with pytest.raises(AssertionError, match="in the first run"):
+        engine.captured_by(broken, StepTimes(engine.timed, lambda tokens: 0.0, lambda value: value))
+    assert engine.graphs.prepared is None and engine.graphs.limits is None

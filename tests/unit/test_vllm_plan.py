@@ -443,6 +443,8 @@ def test_what_keeps_steps_from_running_by_groups_of_layers(
         ({"state_space": True}, {}, (), None),
         ({"speculative": True}, {}, (), None),
         ({"one_graph": True}, {}, (), None),
+        ({"pooling": True}, {}, ((513, 8192),), None),
+        ({"captures_attention": True}, {}, ((513, 8192),), None),
     ],
 )
 def test_steps_below_groups_of_layers_may_be_graphs_with_attention(

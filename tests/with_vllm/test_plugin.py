@@ -255,7 +255,7 @@ def test_ranks_cut_ranges_by_what_they_measure_from_the_first_start_on(
     for profile in (None, slow_node()):
         monkeypatch.setattr(inductor_pass, "current_profile", lambda config, profile=profile: profile)
         slot_of(first).behind_split(backend, fx.GraphModule({}, fx.Graph()), [], None)
-    (unplanned, _, none), (ranges, _, tried) = seen
+    (unplanned, _, none, *_), (ranges, _, tried, *_) = seen
     assert unplanned == ((513, 8192),) and none == ()
     assert ranges[0][0] == 513 and ranges[-1][1] == tried[-1][1] == 8192 and set(tried) <= set(ranges)
     said = [message for message in vllm_log.messages if "planned for" in message]

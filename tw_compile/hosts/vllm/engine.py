@@ -44,6 +44,8 @@ def engine_of(config: Any) -> Engine:
         experts=model.get_num_experts() > 0,
         returns_experts=bool(getattr(model, "enable_return_routed_experts", False)),
         times_steps=_alone(parallel),
+        pooling=model.runner_type == "pooling",
+        captures_attention=graphs and compilation.cudagraph_mode.mixed_mode().name == "FULL",
     )
 
 

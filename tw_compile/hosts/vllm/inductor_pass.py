@@ -30,6 +30,7 @@ from tw_compile.hosts.vllm import attention as halves
 from tw_compile.hosts.vllm import plan
 from tw_compile.hosts.vllm.buffers import write_no_buffers
 from tw_compile.hosts.vllm.long_steps import Ranges, add_long_steps
+from tw_compile.hosts.vllm.one_scale import scale_of_all_tokens
 from tw_compile.hosts.vllm.operators import ATTENTION
 from tw_compile.hosts.vllm.options import switched_off, vllm_config
 from tw_compile.hosts.vllm.plan import Engine, observed
@@ -166,9 +167,13 @@ class VllmPass(InductorPass):
         if found:
             logger.info("tw_compile: no groups of layers, %s: the model calls %s", GroupRefusal.STATE_SPACE, found)
             return function
+        captures = self.config.vllm_step_graphs == "auto"
+        if captures and (scale := scale_of_all_tokens(graph.graph)):
+            logger.info("tw_compile: no steps as CUDA graphs: %s makes one scale of all tokens", scale)
+            captures, short = False, None
         layers = self.config.vllm_layer_groups
         ranges, tried = self._ranges() if self.long_ranges else ((), ())
-        return add_long_steps(backend, graph, example_inputs, function, ranges, layers, tried, short)
+        return add_long_steps(backend, graph, example_inputs, function, ranges, layers, tried, short, captures)
 
     def _ranges(self) -> tuple[Ranges, Ranges]:
         """The ranges of long steps, and those tried. If the ranks plan them, all do so by facts that they agree on."""

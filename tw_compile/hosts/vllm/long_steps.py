@@ -37,11 +37,12 @@ def add_long_steps(
     layers: int,
     tried: Ranges,
     short: tuple[int, int] | None = None,
+    captures: bool = True,
 ) -> Any:
     """Make ``function``, which ``backend`` made of ``graph``, run steps of ``ranges`` in groups of up to ``layers`` layers.
 
     Those ``tried`` are compiled both ways (``ways.py``). Steps of ``short[0]`` to ``short[1]`` tokens run as ``function`` runs
-    them, and may be captured as CUDA graphs (``step_graphs.py``).
+    them, and may be captured as CUDA graphs (``step_graphs.py``). ``captures``: long steps may be captured, too.
 
     Returns ``function``. Where vLLM saves everything it compiled with ``function``, the result is another object, which saves
     these groups, too.
@@ -52,9 +53,10 @@ def add_long_steps(
     cut = groups.cut(graph, layers) if counts and ranges else None
     if ranges and cut is None:
         logger.info("tw_compile: no groups of layers: the graph has no layers that are known as such")
+        short = None if short is None else (short[0], ranges[-1][1])
     if cut is None and (short is None or not counts):
         return function
-    by_pieces = Steps(counts[0], _rows(graph), is_cuttable(backend.vllm_config), short)
+    by_pieces = Steps(counts[0], _rows(graph), is_cuttable(backend.vllm_config), short, captures)
     steps, parts, whole = (by_pieces, {}, {}) if cut is None else _compiled(backend, cut, by_pieces, ranges, tried)
     result = function
     if envs.VLLM_USE_MEGA_AOT_ARTIFACT:

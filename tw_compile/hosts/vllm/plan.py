@@ -53,7 +53,8 @@ class Engine:
     experts. ``lora``: there may be adapters. ``returns_experts``: a step's choices of experts are recorded, by the numbers of
     its tokens. ``state_space``: some layers hand a state from each token to the next, as Mamba and linear attention do.
     ``times_steps``: the start can time steps of ranges that are compiled both ways, as no ranks are outside the tensor-parallel
-    group.
+    group. ``pooling``: it serves a pooling model. ``captures_attention``: vLLM's graphs have attention in them for all kinds of
+    steps.
     """
 
     tensor_parallel_size: int
@@ -75,6 +76,8 @@ class Engine:
     experts: bool = False
     returns_experts: bool = False
     times_steps: bool = True
+    pooling: bool = False
+    captures_attention: bool = False
 
     @property
     def kernels_without_times(self) -> str | None:
@@ -137,7 +140,8 @@ class Engine:
         ``long_ranges`` are the ranges of steps that run by groups of layers. None where no steps may be captured.
         """
         most = long_ranges[0][0] - 1 if long_ranges else self.max_tokens
-        cannot = self.one_graph or self.speculative or self.state_space or self.graphs_obstacle() is not None
+        cannot = self.one_graph or self.speculative or self.state_space or self.captures_attention
+        cannot = cannot or self.graphs_obstacle() is not None
         if config.vllm_step_graphs != "auto" or cannot or most <= FEWEST_GRAPH_TOKENS:
             return None
         return FEWEST_GRAPH_TOKENS, most
@@ -150,6 +154,7 @@ class Engine:
             (self.kv_transfer, "a connector waits for layers"),
             (self.context_parallel, "each rank has a part of the keys"),
             (self.returns_experts, "choices of experts are recorded by the numbers of a step's tokens"),
+            (self.pooling, "pooling keeps results of several steps, and a graph writes all to one place"),
         )
         return next((detail for applies, detail in reasons if applies), None)
 

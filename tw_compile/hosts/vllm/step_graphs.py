@@ -165,7 +165,7 @@ class StepGraph:
         self._results: tuple[Any, ...] = ()
         self.first_results: tuple[Any, ...] = ()
         for number, _ in rows:
-            self.arguments[number] = arguments[number].clone()
+            self.arguments[number] = _with_strides_of(arguments[number])
 
     def context_of(self, context: Any) -> Any:
         """``context`` with this graph's memory for metadata, and without vLLM's graphs of pieces.
@@ -215,6 +215,15 @@ class StepGraph:
         self.fill(arguments, tokens, get_forward_context())
         self._graph.replay()
         return tuple(one[:tokens] for one in self._results)
+
+
+def _with_strides_of(argument: torch.Tensor) -> torch.Tensor:
+    """A copy of ``argument``, which lies in memory as ``argument`` does: a step's strides are arguments, too.
+
+    vLLM's positions of images, ``[3, tokens]``, are a part of longer rows.
+    """
+    copied = torch.empty_strided(argument.shape, argument.stride(), dtype=argument.dtype, device=argument.device)
+    return copied.copy_(argument)
 
 
 def get_forward_context() -> Any:
@@ -364,6 +373,8 @@ def capture_steps(
         if group.rank_in_group == 0:
             kind, seconds = "short" if graphs.short else "long", time.perf_counter() - begun
             logger.info("tw_compile: %s steps as CUDA graphs: %s; in %.1f s", kind, "; ".join(said) or "none", seconds)
+        elif graphs.obstacle:
+            logger.info("tw_compile: rank %d captures no more steps: %s", group.rank_in_group, graphs.obstacle)
 
 
 @dataclass(frozen=True)
@@ -392,7 +403,7 @@ def _capture(
     """Capture steps of one model. Returns what was done, in words."""
     said: list[str] = []
     slowest = times.slowest
-    before = graphs.low, times.uncaptured(graphs.low)
+    before = graphs.low - 1, times.uncaptured(graphs.low)
     for size in sizes:
         captured_ways = []
         for way, inside in graphs.ways(size):
@@ -432,20 +443,20 @@ def _capture_step(
     graphs.limits = limits
     try:
         run(size)
-    finally:
         graphs.limits = None
-    if graphs.prepared is None and not graphs.obstacle:
-        graphs.obstacle = "vLLM runs such a step without the model's function"
-    if not slowest(float(graphs.prepared is None)):
-        run(size)  # is captured
-    graphs.prepared = None
+        if graphs.prepared is None and not graphs.obstacle:
+            graphs.obstacle = "vLLM runs such a step without the model's function"
+        if not slowest(float(graphs.prepared is None)):
+            run(size)  # is captured
+    finally:
+        graphs.limits = graphs.prepared = None
 
 
 def sizes_of(low: int, high: int, captured: Sequence[int] = ()) -> list[int]:
     """The numbers of tokens that are tried: 64, 96, and their doubles, from ``low`` on, and ``high``.
 
-    So at most a third of a step is padding. Up to the largest size in ``captured`` vLLM pads steps to these sizes, so no others
-    are tried there.
+    From 65 tokens on at most a third of a step is padding. Up to the largest size in ``captured`` vLLM pads steps to these
+    sizes, so no others are tried there.
     """
     doubles = (size << power for power in range(high.bit_length()) for size in (64, 96))
     sizes, padded = [*(size for size in doubles if low < size < high), high], max(captured, default=0)

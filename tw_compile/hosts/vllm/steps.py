@@ -20,15 +20,16 @@ class Steps:
     The argument with the number ``argument`` is the number of tokens. The arguments ``rows`` have a row for each token: their
     numbers, and which dimension that is. ``cuttable``: a step also runs with fewer tokens than vLLM has prepared it for. Steps
     with adapters, or of several data-parallel ranks, do not. ``short``: the fewest and the most tokens of steps that run by
-    vLLM's pieces and may be captured, with attention; None: there are none. ``code``, with its ``constants``, calls the
-    compiled parts by ``names``; it is empty if there are none. Parts in ``bare`` return no tuple. ``seamed`` is as in
-    :class:`~tw_compile.hosts.vllm.groups.Cut`.
+    vLLM's pieces and may be captured, with attention; None: there are none. ``captures``: steps that run by compiled parts may
+    be captured. ``code``, with its ``constants``, calls these parts by ``names``; it is empty if there are none. Parts in
+    ``bare`` return no tuple. ``seamed`` is as in :class:`~tw_compile.hosts.vllm.groups.Cut`.
     """
 
     argument: int
     rows: tuple[tuple[int, int], ...]
     cuttable: bool
     short: tuple[int, int] | None = None
+    captures: bool = True
     code: str = ""
     names: Sequence[str] = ()
     constants: Sequence[Any] = ()
@@ -65,7 +66,8 @@ def dispatch(steps: Steps, parts: Parts, otherwise: Callable[..., Any], whole: P
         return [("", nullcontext())]
 
     graphs = StepGraphs(runs[0][0], runs[-1][1], steps.rows, ways)
-    of_models.append(graphs)
+    if steps.captures:
+        of_models.append(graphs)
     otherwise = _with_short_graphs(steps, otherwise)
 
     def finished(run: Callable[..., Any], arguments: Sequence[Any]) -> Any:

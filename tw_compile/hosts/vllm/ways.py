@@ -124,7 +124,7 @@ def measure(worker: Any) -> None:
     for graphs in of_models:
         graphs.graphs.clear()
     choose_ways(worker)
-    if of_models and (asking := _pass_that_asks_for_graphs(worker)) is not None:
+    if (asking := _pass_that_asks_for_graphs(worker)) is not None:
         _capture_steps(worker, asking.engine)
 
 
