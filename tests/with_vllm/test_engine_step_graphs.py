@@ -336,6 +336,17 @@ def test_a_warm_start_has_short_steps(
     assert torch.equal(*results)
 
 
+def test_steps_of_unknown_layers_are_short_ones(
+    folder: Path, made: list[Again], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tw_compile.hosts.vllm.groups.cut", lambda graph, layers: None)
+    monkeypatch.setattr("tw_compile.hosts.vllm.plan.FEWEST_GRAPH_TOKENS", 8)
+    monkeypatch.setattr(Engine, "graphs_obstacle", lambda self: None)
+    with llama(engine(folder)) as run:
+        run(MAX_TOKENS)
+    assert [(one.low, one.high, one.short) for one in step_graphs.of_models] == [(8, MAX_TOKENS, True)]
+
+
 def test_what_speaks_against_graphs_is_said_by_one_rank(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
