@@ -75,8 +75,8 @@ class Config:
             ``off``, or the number of tokens in the first half, as ``512`` or ``"512"``, which are the same.
         split_gemm_sms: Whether GEMMs beside communication are planned for the SMs that are left: ``auto`` (where the plan says
             so) or ``off``.
-        vllm_layer_groups: For vLLM only, in steps too long for vLLM's CUDA graphs: the largest number of layers that are compiled
-            as one graph, with attention in it, instead of pieces that end at attention. 0 keeps the pieces.
+        vllm_layer_groups: For vLLM only, in steps too long for vLLM's CUDA graphs: the largest number of layers that are
+            compiled as one graph, with attention in it, instead of pieces that end at attention. 0 keeps the pieces.
         vllm_step_graphs: For vLLM only: whether steps of some numbers of tokens are captured as CUDA graphs at the start, with
             attention, where a step is measured to gain by it: ``auto`` or ``off``. It needs FlashAttention 3, graphs that vLLM
             captures itself, and 1 GiB of free memory.
