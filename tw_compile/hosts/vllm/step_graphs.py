@@ -271,6 +271,11 @@ class StepGraphs:
     prepared: StepGraph | None = None
     obstacle: str = ""
 
+    def drop(self) -> None:
+        """Forget all graphs, and why there were no more."""
+        self.graphs.clear()
+        self.obstacle = ""
+
     def run(self, run: Run, arguments: Sequence[Any], tokens: int) -> Any:
         """The step of ``tokens`` tokens that runs now: as a graph if there is one for it, or else by ``run(arguments)``."""
         if self.limits is not None:

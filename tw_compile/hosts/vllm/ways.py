@@ -111,6 +111,7 @@ def measure_behind_warm_up() -> None:
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     def compile_or_warm_up_model(self: Any, *args: Any, **named: Any) -> Any:
+        _drop_graphs()  # of an earlier warm-up
         result = self.worker.compile_or_warm_up_model(*args, **named)
         measure(self.worker)
         return result
@@ -121,11 +122,15 @@ def measure_behind_warm_up() -> None:
 
 def measure(worker: Any) -> None:
     """:func:`choose_ways`, and then capture steps if that is asked for. What an earlier call found is dropped."""
-    for graphs in of_models:
-        graphs.graphs.clear()
+    _drop_graphs()
     choose_ways(worker)
     if (asking := _pass_that_asks_for_graphs(worker)) is not None:
         _capture_steps(worker, asking.engine)
+
+
+def _drop_graphs() -> None:
+    for graphs in of_models:
+        graphs.drop()
 
 
 def _pass_that_asks_for_graphs(worker: Any) -> Any:
@@ -148,11 +153,7 @@ def _capture_steps(worker: Any, engine: Engine | None) -> None:
             logger.info("tw_compile: no steps as CUDA graphs: %s", obstacle)
         return
 
-    def undo() -> None:
-        for graphs in of_models:
-            graphs.graphs.clear()
-
-    with _trial("no steps as CUDA graphs", undo):
+    with _trial("no steps as CUDA graphs", _drop_graphs):
         capture_steps(worker, steps_of(worker), steps_of(worker, as_served=True), milliseconds, _launch_while_serving)
 
 
