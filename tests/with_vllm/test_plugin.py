@@ -450,6 +450,8 @@ def test_a_node_is_measured_when_the_model_is_loaded(
 def test_both_ways_are_timed_when_the_worker_has_warmed_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wrapper = wrapper_of(engine_config(folder), [])
     wrapper.worker.compile_or_warm_up_model = lambda: "seconds"
+    without_passes = SimpleNamespace(inductor_compile_config={})
+    wrapper.worker.vllm_config = SimpleNamespace(compilation_config=without_passes)
     seen: list[Any] = []
     monkeypatch.setattr(ways, "choose_ways", seen.append)
     monkeypatch.setattr(ways, "of_models", [])
