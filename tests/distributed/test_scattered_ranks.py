@@ -56,7 +56,7 @@ def test_rows_of_all_ranks_are_those_of_the_unfused_way(gloo_ranks: GlooRanks) -
 def test_rows_that_do_not_share_out_are_not_served() -> None:
     odd = MessageSize(5, 64, "bfloat16")
     assert ReduceScatterNormAllGather().obstacle(odd, 2) == "5 rows can't be shared out evenly to 2 ranks"
-    named = contenders(replace(SPEC, device="cuda", only=IF_NAMED))
+    named = contenders(replace(SPEC, device="cuda", only=IF_NAMED[:4]))
     assert [one.obstacle(odd, 2) is None for one in named] == [False, True, False, False]
 
 

@@ -12,6 +12,7 @@ from tw_compile.benchmark.gated import Gated
 from tw_compile.benchmark.host_copies import HostCopies
 from tw_compile.benchmark.ours import Operator
 from tw_compile.benchmark.peers import NoCommunication, SymmetricMemory, UnfusedAllReduce
+from tw_compile.benchmark.quantised_after import QuantisedAfter
 from tw_compile.benchmark.scattered import CollectiveAlone, ReduceScatterNormAllGather
 from tw_compile.benchmark.spec import BenchSpec
 from tw_compile.benchmark.variants import Variant, check, taking_part
@@ -31,6 +32,7 @@ OTHERS: dict[str, Callable[[str, BenchSpec], Contender]] = {
     labels.ALL_REDUCE_ALONE: lambda label, spec: CollectiveAlone(label),
     labels.REDUCE_SCATTER_ALONE: lambda label, spec: CollectiveAlone(label),
     labels.ALL_GATHER_ALONE: lambda label, spec: CollectiveAlone(label),
+    **{label: lambda label, spec: QuantisedAfter(label) for label in labels.QUANTISED_AFTER},
 }
 """Makes the contender of each label that is not ours."""
 

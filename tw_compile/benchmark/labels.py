@@ -5,6 +5,8 @@ So a label that nobody has is refused before torch is imported, which takes seco
 
 from __future__ import annotations
 
+from typing import Literal
+
 from tw_compile.benchmark.spec import BenchSpec
 
 NCCL, GLOO = "nccl+norm", "gloo+norm"
@@ -28,8 +30,13 @@ ON_GPUS = (
     HOST_COPIES,
     NO_COMMUNICATION,
 )
-IF_NAMED = (SCATTERED, ALL_REDUCE_ALONE, REDUCE_SCATTER_ALONE, ALL_GATHER_ALONE)
-"""They take part only where ``--only`` names them. Figures of papers are drawn from them."""
+_SCALED: tuple[Literal["token", "group"], ...] = ("token", "group")
+QUANTISED_AFTER = {
+    f"tw+{way}-{scales}": (way, scales) for way in ("quantise", "norm-quantise", "norm+quantise") for scales in _SCALED
+}
+"""What makes float8 behind a call of ours, see :mod:`tw_compile.benchmark.quantised_after`, and what has a scale."""
+IF_NAMED = (SCATTERED, ALL_REDUCE_ALONE, REDUCE_SCATTER_ALONE, ALL_GATHER_ALONE, *QUANTISED_AFTER)
+"""They take part only where ``--only`` names them. Figures of papers are drawn from the first four."""
 
 
 def others(spec: BenchSpec) -> tuple[str, ...]:
