@@ -86,7 +86,9 @@ class QuantisedAfter(Contender):
         x, weight = problem.x, problem.weight
         norm = form(self, x.dtype).norm(x.shape[1])
         hidden = empty_hidden(x.shape[0], x.shape[1], norm, x.device)
-        to = (hidden, scales_of(hidden, norm.scale_columns), norm.scale_columns, norm.min_scale)
+        # AOTAutograd refuses views of one storage with two dtypes. So the scales get a storage of their own at their address.
+        scales = torch.from_dlpack(scales_of(hidden, norm.scale_columns))
+        to = (hidden, scales, norm.scale_columns, norm.min_scale)
         compiled = _compiled if x.is_cuda else _as_it_is
 
         def call() -> tuple[torch.Tensor, torch.Tensor]:
