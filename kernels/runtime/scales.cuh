@@ -15,17 +15,26 @@ static_assert(HIDDEN % SCALE_COLUMNS == 0 && same<HIDDEN_TYPE, e4m3>, "whole gro
 static_assert(!present<NORM_BIAS_TYPE>, "a norm with a bias makes no scales here");
 static_assert(SCALE_OF_ROW || (SCALE_COLUMNS <= 256 && (SCALE_COLUMNS & (SCALE_COLUMNS - 1)) == 0), "lanes of a warp share one");
 
+DEVICE float warp_max(float value) {
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) value = greatest(value, shuffle_xor(value, mask));
+  return value;
+}
+template <int COUNT>
+DEVICE float largest_of(const float* maxima) {
+  return combined<COUNT>(maxima, [](float a, float b) { return greatest(a, b); });
+}
+
 // The largest of the values of WARPS warps. `maxima`: WARPS values of shared memory. All threads must meet between two uses of
 // `maxima`.
 template <int WARPS>
 DEVICE float group_max(float value, float* maxima, uint32_t thread, uint32_t barrier) {
-#pragma unroll
-  for (int mask = 16; mask > 0; mask /= 2) value = greatest(value, shuffle_xor(value, mask));
+  value = warp_max(value);
   if constexpr (WARPS > 1) {
     if (thread % 32 == 0) maxima[thread / 32] = value;
     warp_sync();
     barrier_sync(barrier, WARPS * 32);
-    value = combined<WARPS>(maxima, [](float a, float b) { return greatest(a, b); });
+    value = largest_of<WARPS>(maxima);
   }
   return value;
 }
@@ -47,14 +56,15 @@ DEVICE void values_of(float (&values)[8], const float (&h)[8], const Factor& fac
   unpack(y, values);
 }
 
-// Computes the scales of a row. All threads of the group call it, with the arguments of normalise.
-template <int GROUP, typename Factor>
+// Computes the scales of a row. All threads of the group call it, with the arguments of normalise. `largest_of_row(value)` gives
+// the largest value of all of them.
+template <int GROUP, typename Factor, typename Largest>
 DEVICE RowScales<GROUP> scales_of_row(const float (&h)[RowPart<GROUP>::VECTORS][8], const Factor& factor,
-                                      const Loaded<GROUP, WEIGHT_TYPE>& weight, float weight_offset, float* maxima,
-                                      uint32_t thread, uint32_t barrier) {
+                                      const Loaded<GROUP, WEIGHT_TYPE>& weight, float weight_offset,
+                                      uint32_t thread, Largest largest_of_row) {
   const auto scale_of = [](float largest) { return greatest(largest / 448.0f, MIN_SCALE); };
   RowScales<GROUP> result;
-  float largest_of_row = 0.0f;
+  float largest_of_thread = 0.0f;
   RowPart<GROUP>::template each_with<!SCALE_OF_ROW>(thread, [&](int v, uint32_t, bool in_row) {
     float largest = 0.0f, values[8];
     if (in_row) {
@@ -62,14 +72,14 @@ DEVICE RowScales<GROUP> scales_of_row(const float (&h)[RowPart<GROUP>::VECTORS][
       for (float value : values) largest = greatest(largest, as_float(as_bits(value) & 0x7fffffffu));
     }
     if constexpr (SCALE_OF_ROW) {
-      largest_of_row = greatest(largest_of_row, largest);
+      largest_of_thread = greatest(largest_of_thread, largest);
     } else {
 #pragma unroll
       for (int mask = SCALE_COLUMNS / 16; mask > 0; mask /= 2) largest = greatest(largest, shuffle_xor(largest, mask));
       result.scales[v] = scale_of(largest);
     }
   });
-  if constexpr (SCALE_OF_ROW) result.scales[0] = scale_of(group_max<GROUP / 32>(largest_of_row, maxima, thread, barrier));
+  if constexpr (SCALE_OF_ROW) result.scales[0] = scale_of(largest_of_row(largest_of_thread));
   return result;
 }
 

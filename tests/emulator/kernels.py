@@ -264,11 +264,16 @@ class Machine:
     def random_x(self, tokens: int) -> list[torch.Tensor]:
         return partial_sums(self.world_size, tokens, self.hidden_size, self.form.dtype, self.next_seed())
 
+    @property
+    def row_threads(self) -> int:
+        """The threads that share a row, for machines that have rows in codes or make scales."""
+        return self.threads
+
     def add_call(self, xs: Sequence[torch.Tensor]) -> Call:
         call = make_call(self.form, xs, self.next_seed(), self.sum_of)
         norm = self.form.norm
         if self.form.wire != EXACT or (norm.scale_columns and norm.epilogue == RMS_NORM):
-            hidden, h = expected_bits([own.request for own in call.ranks], self.threads)
+            hidden, h = expected_bits([own.request for own in call.ranks], self.row_threads)
             call.scales = scales_of(hidden, norm.scale_columns) if norm.scale_columns else None
             call.hidden, call.h, call.to_the_bit = hidden.double(), h.double(), True
         self.calls.append(call)
@@ -351,6 +356,10 @@ class PushMachine(Machine):
         for _ in range(slots):
             buffers = self.symmetric(capacity, NOT_ARRIVED, "inbox")
             self.slots.append(Inbox(buffers, table(buffers), self.private(4), self.status()))
+
+    @property
+    def row_threads(self) -> int:
+        return self.cluster * self.threads
 
     def call(
         self,

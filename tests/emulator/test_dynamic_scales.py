@@ -38,6 +38,8 @@ Make = Callable[..., Machine]
 KERNELS: dict[str, Make] = {
     "push_one_shot": partial(push, 3, HIDDEN, one_shot=True, threads=64),
     "push_two_shot": partial(push, 3, HIDDEN, one_shot=False, threads=64),
+    "push_one_shot, clusters": partial(push, 3, HIDDEN, one_shot=True, threads=32, cluster=4),
+    "push_two_shot, pairs": partial(push, 3, HIDDEN, one_shot=False, threads=32, cluster=2),
     "host_words": partial(words, 3, HIDDEN, threads=64),
     "host_one_shot": partial(rows, 3, HIDDEN, one_shot=True, threads=64),
     "host_two_shot": partial(rows, 3, HIDDEN, one_shot=False, threads=64),
@@ -125,6 +127,18 @@ BROKEN: dict[str, tuple[str, str, str, str]] = {
 }
 
 
+BROKEN_CLUSTERS: dict[str, tuple[str, str, str]] = {
+    "does not wait for maxima of the cluster": (
+        "token",
+        "share(warp_max(value), maxima, thread, barrier, phase_of_maxima);",
+        "share(warp_max(value), maxima, thread, barrier, phase_of_maxima ^ 1);",
+    ),
+    "waits for maxima of another row": ("token", "phase_of_maxima ^= 1;", ""),
+    "maxima over the sums": ("token", "(float*)(sets + 2 * WARPS)", "(float*)(sets + WARPS)"),
+    "maxima count at the mbarrier of sums": ("token", "barriers + 2;", "barriers + next;"),
+}
+
+
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_copies_of_push_are_caught(tmp_path: Path, name: str) -> None:
     form, file, old, new = BROKEN[name]
@@ -134,4 +148,16 @@ def test_broken_copies_of_push_are_caught(tmp_path: Path, name: str) -> None:
         run(partial(KERNELS["push_two_shot"], **options), FORMS[form], seed)
 
     copy = broken_copy(tmp_path, ALGORITHMS / "push" / "push.cu", file, ((old, new),))
+    check_caught(run_copy, copy, range(10))
+
+
+@pytest.mark.parametrize("name", BROKEN_CLUSTERS)
+def test_broken_copies_of_clusters_are_caught(tmp_path: Path, name: str) -> None:
+    form, old, new = BROKEN_CLUSTERS[name]
+
+    def run_copy(source: Path, seed: int) -> None:
+        options: dict[str, Any] = {"sources": source.parent, "stall_limit": 20_000, "resident": 2 * (2 + seed % 5)}
+        run(partial(KERNELS["push_two_shot, pairs"], **options), FORMS[form], seed)
+
+    copy = broken_copy(tmp_path, ALGORITHMS / "push" / "push.cu", "push.cu", ((old, new),))
     check_caught(run_copy, copy, range(10))

@@ -72,13 +72,19 @@ def test_each_norm_adds_those_of_ours_that_serve_it_and_no_table_names_them() ->
     )
     everyone = contenders(replace(SPEC, norms=("rms_norm", "layer_norm")))
     with_norm = [label for label in ours if not label.endswith(("fp8-token", "fp8-group"))]
-    assert len(with_norm) == len(ours) - 4, "no kernel makes scales of results of a norm with a bias"
+    assert len(with_norm) == len(ours) - 6, "no kernel makes scales of results of a norm with a bias"
     assert [one.label for one in everyone] == [*ours, *(f"{label}-layer_norm" for label in with_norm), *others]
     added = [one for one in everyone if one.norm == "layer_norm"]
     assert [one.algorithm for one in added] == [None] * len(with_norm)
     of_form = form(added[0], torch.bfloat16)
     assert of_form.epilogue == "layer_norm" and of_form.norm_bias and of_form.weight == "plain"
     assert not form(everyone[0], torch.bfloat16).norm_bias
+
+
+def test_float8_made_by_kernels_of_its_own_is_nobodys_best_peer() -> None:
+    behind = replace(row("tw+quantise-token", "peer", 11.0), quantises=True)
+    found = completed(row("tw-push-two-shot", "ours", 7.0), behind, row("nccl+norm", "peer", 20.0))
+    assert found["tw-push-two-shot"].best_peer == "nccl+norm"
 
 
 def test_another_norm_has_no_speed_up() -> None:

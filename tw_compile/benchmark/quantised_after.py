@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from tw_compile.benchmark.contender import Contender, ContenderCall, form
 from tw_compile.benchmark.labels import QUANTISED_AFTER
 from tw_compile.benchmark.ours import Operator
-from tw_compile.benchmark.spec import ContenderKind, MessageSize
+from tw_compile.benchmark.spec import MessageSize
 from tw_compile.benchmark.variants import OURS
 from tw_compile.harness.problems import EPS, Problem
 from tw_compile.harness.ranks import Ranks
@@ -60,10 +60,8 @@ class QuantisedAfter(Contender):
 
     ``quantise``: two-shot gives normalised rows, and a kernel quantises them. ``norm-quantise``: one-shot gives ``h`` to all
     ranks, and a kernel makes norm and codes. ``norm+quantise``: these are two kernels. One-shot needs no further message for
-    ``h``.
+    ``h``. These kernels are Inductor's, which may add up in another order on each rank. So ranks may have different bits.
     """
-
-    kind: ClassVar[ContenderKind] = "ours"
 
     def __init__(self, label: str) -> None:
         self._way, self.scales = QUANTISED_AFTER[label]

@@ -89,7 +89,7 @@ def complete(rows: list[Row], size: MessageSize, spec: BenchSpec, through_host: 
     bounds = {} if through_host else bounds_us(size.nbytes, spec.world_size)
     copies = next((row.p50_us for row in rows if row.label == HOST_COPIES), None)
     bound = copies if through_host else bounds[TWO_SHOT_BOUND]
-    peer = best_peer(rows)
+    peer = best_peer(row for row in rows if not row.quantises)
     for row in rows:
         if row.p50_us is None or row.kind == "bound":
             continue

@@ -526,7 +526,9 @@ struct Worker {
         [[maybe_unused]] uint32_t* const words = result_leaving(computing);
 #if SCALE_COLUMNS
         const auto scales =
-            scales_of_row<THREADS>(h, factor, weight, p.weight_offset, cta.shared.maxima[group], thread, 2 + group);
+            scales_of_row<THREADS>(h, factor, weight, p.weight_offset, thread, [&](float value) {
+              return group_max<THREADS / 32>(value, cta.shared.maxima[group], thread, 2 + group);
+            });
 #endif
         Row::each(thread, [&](int v, Column column) {
           if constexpr (RESIDUAL_OUT != NO_ROWS) {

@@ -230,7 +230,9 @@ KERNEL(THREADS, 1) host_words(GRID_CONSTANT HostWordsParams p) {
     parity ^= 1;
 #if SCALE_COLUMNS
     float* const maxima = (float*)(partials + 2 * WARPS);  // see push.cu
-    const auto scales = scales_of_row<THREADS>(h, factor, weight, p.weight_offset, maxima, thread, 0);
+    const auto scales = scales_of_row<THREADS>(h, factor, weight, p.weight_offset, thread, [&](float value) {
+      return group_max<THREADS / 32>(value, maxima, thread, 0);
+    });
 #endif
     Row::each(thread, [&](int v, uint32_t column) {
       if constexpr (RESIDUAL_OUT == ALL_ROWS) {

@@ -21,7 +21,11 @@ ONE_SHOT = AlgorithmEntry(
     prefetches=True,
     plain_link="push",
     instead="push_two_shot",  # a message that it can't serve without the whole residual is still small
-    benchmarked=(Benchmarked("tw-push-one-shot", sharded=False),),
+    benchmarked=(
+        Benchmarked("tw-push-one-shot", sharded=False),
+        Benchmarked("tw-push-one-shot-fp8-token", sharded=False, quantises=True, scales="token"),
+        Benchmarked("tw-push-one-shot-fp8-group", sharded=False, quantises=True, scales="group"),
+    ),
     checked=(Checked("push_one_shot", beside=False),),
 )
 FED = AlgorithmEntry(
@@ -52,6 +56,7 @@ TWO_SHOT = AlgorithmEntry(
 
 def _forced(name: str, one_shot: bool, cluster: int) -> AlgorithmEntry:
     """One way of :class:`SharingPush` for all messages: what it chooses by their rows can be timed and checked against it."""
+    label, sharded = "tw-" + name.replace("_", "-"), not one_shot
     return AlgorithmEntry(
         name,
         _PUSH,
@@ -59,9 +64,13 @@ def _forced(name: str, one_shot: bool, cluster: int) -> AlgorithmEntry:
         sms=128,
         most_sms=128,
         needs_whole_residual=one_shot,
+        scales=True,
         prefetches=True,
         instead="push_two_shot" if one_shot else None,
-        benchmarked=(Benchmarked("tw-" + name.replace("_", "-"), sharded=not one_shot, on_request=True),),
+        benchmarked=(
+            Benchmarked(label, sharded, on_request=True),
+            Benchmarked(f"{label}-fp8-token", sharded, quantises=True, scales="token", on_request=True),
+        ),
         checked=(Checked(name, beside=False),) if cluster > 1 else (),
     )
 

@@ -94,7 +94,7 @@ struct PushParams {
 static_assert(!FED || (!ONE_SHOT && RESIDUAL_OUT != ALL_ROWS && !ResultRow::CODED), "owners' rows alone, as they are");
 static_assert(!ONE_SHOT || (!RESIDUAL_SHARDED && RESIDUAL_OUT != OWN_ROWS), "one-shot needs and gives all rows");
 static_assert(!ONE_SHOT || !SumRow::CODED, "only owners of rows read codes");
-static_assert(CLUSTER == 1 || (!FED && SCALE_COLUMNS == 0 && !SumRow::CODED && !ResultRow::CODED), "not what CTAs share");
+static_assert(CLUSTER == 1 || (!FED && !SumRow::CODED && (SCALE_COLUMNS || !ResultRow::CODED)), "not what CTAs share");
 
 inline constexpr int ROW_THREADS = CLUSTER * THREADS;
 using Row = RowPart<ROW_THREADS>;
@@ -212,26 +212,32 @@ DEVICE void add_up(float (&h)[8], const Eight<T>& own, const InCodes<BITS> (&got
   add_in_rank_order(h, own, got, rank, [=](int section) { return peer_after(rank, section); });
 }
 
-// Adds up numbers of the threads of a row. Two sets of numbers in shared memory take turns.
+// Adds up numbers of the threads of a row, and finds their largest number. Two sets of sums in shared memory take turns.
 //
-// In a cluster each warp sends its sum to all CTAs, where an mbarrier of the set counts the bytes. A CTA's warps send the sums
-// of a row when they have those of the row before. So whoever has all sums of a row may send those of the next row of the same
-// set: nobody reads or awaits the set's earlier sums any more. Sums come from all CTAs before any of them ends.
-struct RowSum {
+// In a cluster each warp sends its number to all CTAs, where an mbarrier counts the bytes. Each set has one, and so have the
+// maxima. A CTA's warps send the sums of a row when they have those of the row before. So whoever has all sums of a row may send
+// those of the next row of the same set: nobody reads or awaits the set's earlier sums any more. He may also send the row's
+// maxima, because nobody reads or awaits those of the row before: they were taken before the sums were sent. Numbers come from
+// all CTAs before any of them ends.
+struct RowTotals {
 #if CLUSTER > 1
-  uint64_t* barriers;  // [2]
+  static constexpr int BARRIERS = SCALE_COLUMNS ? 3 : 2;  // one of each set, and one of the maxima
+
+  uint64_t* barriers;
   uint32_t phase = 0;  // of the next set's barrier
+#if SCALE_COLUMNS
+  uint32_t phase_of_maxima = 0;
 #endif
-  RowStatistics* sets;  // [2, WARPS]
+#endif
+  RowStatistics* sets;  // [2, WARPS], and behind them the maxima, one for each warp
   int next = 0;         // the next set
 
-  DEVICE RowSum() {
+  DEVICE RowTotals() {
 #if CLUSTER > 1
     barriers = (uint64_t*)dynamic_shared();
-    sets = (RowStatistics*)(barriers + 2);
+    sets = (RowStatistics*)(barriers + BARRIERS);
     if (threadIdx.x == 0) {
-      mbarrier_init(barriers, 1);
-      mbarrier_init(barriers + 1, 1);
+      for (int i = 0; i < BARRIERS; ++i) mbarrier_init(barriers + i, 1);
       mbarrier_init_fence();
     }
     warp_sync();
@@ -242,25 +248,32 @@ struct RowSum {
 #endif
   }
 
-  // `thread`: the number of the thread in the row.
-  DEVICE RowStatistics of(RowStatistics value, uint32_t thread) {
-    RowStatistics* const sums = sets + next * WARPS;
 #if CLUSTER > 1
-    uint64_t* const barrier = barriers + next;
-    if (threadIdx.x == 0) mbarrier_arrive_expect(barrier, WARPS * sizeof value);
-    value = warp_sum(value);
-    const float* const numbers = (const float*)&value;
+  // Puts the number of each warp into `numbers` of all CTAs, and waits until the numbers of all warps are here.
+  template <typename T>
+  DEVICE void share(const T& number, T* numbers, uint32_t thread, uint64_t* barrier, uint32_t barrier_phase) {
+    const uint32_t* const words = (const uint32_t*)&number;
     if (thread % 32 < CLUSTER)
 #pragma unroll
-      for (int i = 0; i < (int)sizeof value / 4; ++i)
-        store_to_cta(thread % 32, (uint32_t*)(sums + thread / 32) + i, as_bits(numbers[i]), barrier);
+      for (int i = 0; i < (int)sizeof number / 4; ++i)
+        store_to_cta(thread % 32, (uint32_t*)(numbers + thread / 32) + i, words[i], barrier);
     warp_sync();
     [[maybe_unused]] uint32_t polls = 0;
-    while (!mbarrier_try_wait(barrier, phase)) {
+    while (!mbarrier_try_wait(barrier, barrier_phase)) {
 #if SPIN_LIMIT
       if (++polls == SPIN_LIMIT) break;
 #endif
     }
+  }
+#endif
+
+  // `thread`: the number of the thread in the row.
+  DEVICE RowStatistics sum(RowStatistics value, uint32_t thread) {
+    RowStatistics* const sums = sets + next * WARPS;
+#if CLUSTER > 1
+    uint64_t* const barrier = barriers + next;
+    if (threadIdx.x == 0) mbarrier_arrive_expect(barrier, WARPS * sizeof value);
+    share(warp_sum(value), sums, thread, barrier, phase);
     phase ^= next;
     next ^= 1;
     return total<WARPS>(sums);
@@ -270,11 +283,27 @@ struct RowSum {
     return value;
 #endif
   }
+
+#if SCALE_COLUMNS
+  // Behind each sum: its barrier is between two uses of the maxima.
+  DEVICE float largest(float value, uint32_t thread) {
+    float* const maxima = (float*)(sets + 2 * WARPS);
+#if CLUSTER > 1
+    uint64_t* const barrier = barriers + 2;
+    if (threadIdx.x == 0) mbarrier_arrive_expect(barrier, WARPS * sizeof value);
+    share(warp_max(value), maxima, thread, barrier, phase_of_maxima);
+    phase_of_maxima ^= 1;
+    return largest_of<WARPS>(maxima);
+#else
+    return group_max<WARPS>(value, maxima, thread, 0);
+#endif
+  }
+#endif
 };
 
 KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
   if (only_prefetches(p.prefetch)) return;
-  RowSum row_sum;
+  RowTotals totals;
   grid_dependency_wait();
 
 #if CLUSTER > 1
@@ -436,10 +465,11 @@ KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
       });
       if constexpr (SumRow::CODED) weight.fetch(p.weight, thread);  // not before: codes need the registers
       const RowStatistics own_part = finish_sum<ROW_THREADS>(h, p.scale, p.bias, residual, thread);
-      const auto factor = row_factor(row_sum.of(own_part, thread), p.eps);
+      const auto factor = row_factor(totals.sum(own_part, thread), p.eps);
 #if SCALE_COLUMNS
-      float* const maxima = (float*)(row_sum.sets + 2 * WARPS);  // one for all rows: the sums' barrier is between two uses
-      const auto scales = scales_of_row<THREADS>(h, factor, weight, p.weight_offset, maxima, thread, 0);
+      const auto scales = scales_of_row<ROW_THREADS>(h, factor, weight, p.weight_offset, thread, [&](float value) {
+        return totals.largest(value, thread);
+      });
 #endif
 
       Row::each_with<ResultRow::CODED>(thread, [&](int v, uint32_t column, bool in_row) {

@@ -63,7 +63,8 @@ def threads_for(hidden_size: int, world_size: int, cluster: int = 1) -> int:
 
 def shared_bytes_for(request: Request, threads: int, cluster: int) -> int:
     """Dynamic shared memory of a CTA of ``threads`` threads: a row's statistics, and a cluster's mbarriers before them."""
-    return (16 if cluster > 1 else 0) + statistics_bytes(request, 1, cluster * threads // 32)
+    mbarriers = 3 if request.norm.scale_columns else 2
+    return (8 * mbarriers if cluster > 1 else 0) + statistics_bytes(request, 1, cluster * threads // 32)
 
 
 def ctas_per_sm(threads: int, world_size: int) -> int:
@@ -108,8 +109,6 @@ class Push(RowKernel):
         return super().obstacle(request, state)
 
     def _row_obstacle(self, request: Request) -> str | None:
-        if self._cluster > 1 and request.norm.scale_columns:
-            return "scales are made by one CTA for a row"
         if self._cluster > 1 and request.x.shape[1] > MOST_SHARED_COLUMNS:
             return f"clusters share rows of up to {MOST_SHARED_COLUMNS} columns"
         if self._cluster > 1 and cluster_size(self._cluster, request.x.device) == 1:

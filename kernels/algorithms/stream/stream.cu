@@ -197,7 +197,9 @@ struct Cta {
       const auto factor = row_factor(total<WARPS>(shared.partials[turn & 1][group]), p.eps);
 #if SCALE_COLUMNS
       const auto scales =
-          scales_of_row<THREADS>(h, factor, weight, p.weight_offset, shared.maxima[group], thread, 1 + group);
+          scales_of_row<THREADS>(h, factor, weight, p.weight_offset, thread, [&](float value) {
+            return group_max<THREADS / 32>(value, shared.maxima[group], thread, 1 + group);
+          });
 #endif
       if (turn >= RESULTS) wait_for(&shared.taken[group][buffer], buffer_parity);
       uint8_t* const piece = result(group, buffer);

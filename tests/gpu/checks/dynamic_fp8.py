@@ -27,8 +27,10 @@ from tw_compile.kernels.algorithms import ALGORITHMS as REGISTRY
 from tw_compile.kernels.collective.reference import add_rms_norm
 from tw_compile.kernels.collective.spec import Request, scales_of
 
-KERNELS = tuple(entry.checked[0].name for entry in REGISTRY if entry.scales)
-WHOLE_ONLY = frozenset(entry.checked[0].name for entry in REGISTRY if entry.scales and entry.needs_whole_residual)
+KERNELS = tuple(entry.checked[0].name for entry in REGISTRY if entry.scales and entry.checked)
+WHOLE_ONLY = frozenset(
+    entry.checked[0].name for entry in REGISTRY if entry.scales and entry.checked and entry.needs_whole_residual
+)
 """They serve no call with a shard of the residual that was not theirs."""
 HIDDEN_SIZES = (1024, 4096, 8192)
 TOKENS = (1, 2, 3, 33, 127, 1025)
