@@ -1,8 +1,8 @@
 """The source of an engine that is none, for the benchmark of vLLM.
 
 Its "speed" and tokens depend on its arguments, as vLLM's would. "diary": a file that it writes to: processes that it leaves
-behind, which hold all that it has open, and its runs with their requests and the tokens of each. Those in "ends" and "hangs"
-are its last. Requests come while it sleeps, and it runs when it's awake.
+behind, which hold all that it has open, its port, and its runs with their requests and the tokens of each. Those in "ends" and
+"hangs" are its last. Requests come while it sleeps, and it runs when it's awake.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class LLM:
                 time.sleep(60)
                 os._exit(0)
             self.write("left", os.getpid(), child)
+            self.write("port", self.name, os.environ["VLLM_PORT"])
 
     def write(self, *words):
         if "diary" in self.given:

@@ -96,7 +96,11 @@ PUSH: dict[str, tuple[Run, str, str]] = {
     "sums to CTAs without mbarriers": (CLUSTERS, "cluster_wait();  // the", "// the"),
     "waits for another row's sums": (CLUSTERS, "phase ^= next;", ""),
     "rows of clusters share an mbarrier": (CLUSTERS, "barriers + next;", "barriers;"),
-    "does not wait for sums of the cluster": (CLUSTERS, "while (!mbarrier_try_wait(barrier, phase))", "while (false)"),
+    "does not wait for sums of the cluster": (
+        CLUSTERS,
+        "while (!mbarrier_try_wait(barrier, barrier_phase))",
+        "while (false)",
+    ),
     "CTAs take all columns of another number": (
         TWO_SHOT_CLUSTERS,
         "behind = local - BEHIND * stride",

@@ -344,6 +344,18 @@ def test_engines_together_take_turns_in_an_order_that_alternates(vllm: Path) -> 
     assert len(told(diary, "left")) == 3 and not running(diary)
 
 
+@pytest.mark.parametrize(("given", "first"), [(None, 21_000), ("30000", 30_000)])
+def test_engines_together_choose_ports_apart(
+    vllm: Path, given: str | None, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_PORT", raising=False)
+    if given is not None:
+        monkeypatch.setenv("VLLM_PORT", given)
+    ran(dataclasses.replace(TOGETHER, engine={"diary": str(vllm / "diary")}))
+    ports = {name: int(port) for _, name, port in told(vllm / "diary", "port")}
+    assert ports == {"off": first, "fuse": first + 100, "off-nccl": first + 200}
+
+
 def test_the_reference_takes_its_one_turn_after_the_warm_up(vllm: Path) -> None:
     diary = vllm / "diary"
     ran(dataclasses.replace(TOGETHER, only=("off", "reference"), engine={"diary": str(diary)}))

@@ -114,10 +114,28 @@ def test_short_and_long_rows_and_few_sms_are_not_shared() -> None:
     assert SharingPush(True, 4).shares(request(1), state()) == 4
 
 
-def test_scales_and_small_devices_are_left_to_one_cta(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("one_shot", "hidden_size", "tokens", "cluster"),
+    [
+        (True, 8192, 1, 4),
+        (False, 8192, 112, 4),
+        (False, 8192, 113, 2),
+        (True, 4096, 17, 1),
+        (False, 4096, 128, 4),  # 64 rows on each rank, one for each cluster
+        (False, 4096, 129, 2),
+        (False, 4096, 257, 1),
+    ],
+)
+def test_rows_with_scales_are_shared_while_each_cluster_has_one(
+    one_shot: bool, hidden_size: int, tokens: int, cluster: int
+) -> None:
+    asked = request(tokens, hidden_size)
+    scaled = replace(asked, norm=replace(asked.norm, hidden_dtype=torch.float8_e4m3fn, scale_columns=hidden_size))
+    assert SharingPush(one_shot).shares(scaled, state(2)) == cluster
+
+
+def test_small_devices_leave_rows_to_one_cta(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = request(1)
-    scaled = replace(asked, norm=replace(asked.norm, hidden_dtype=torch.float8_e4m3fn, scale_columns=8192))
-    assert SharingPush(True).shares(scaled, state()) == 1
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=16))
     assert SharingPush(True).shares(asked, state()) == 1
 

@@ -29,6 +29,9 @@ from tw_compile.kernels.collective.wires import EXACT
 _CACHES = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TW_COMPILE_CACHE_DIR")
 """Empty for every engine, so that starts can be compared."""
 _ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+_FIRST_PORT, _PORTS = 21_000, 100
+"""The first port that is tried for the ranks of the first engine, and how far the next engine's is behind it. Below those that
+systems hand out, so nobody is given one of them between vLLM's choice and its use. ``VLLM_PORT`` sets another first one."""
 _LOOK = 1.0
 """Seconds after which a process that is waited for is checked: if it has ended, its children may hold its socket open."""
 
@@ -55,8 +58,8 @@ def take_turns(
         progress(f"{labels}, {group[0].chunk} tokens a step: {what}")
 
     try:
-        for engine in group:
-            running.append(_Process(engine, spec, config, scratch, logs))
+        for number, engine in enumerate(group):
+            running.append(_Process(engine, number, spec, config, scratch, logs))
         say(running, "start")
         _wait(running)
         whole = _rounds(running, group, spec, say)
@@ -102,7 +105,9 @@ class _Process:
         failure: Why the engine has ended without a result.
     """
 
-    def __init__(self, engine: EngineStart, spec: VllmSpec, config: Any, scratch: Path, logs: Path | None) -> None:
+    def __init__(
+        self, engine: EngineStart, number: int, spec: VllmSpec, config: Any, scratch: Path, logs: Path | None
+    ) -> None:
         self.engine, self.timeout, self.left = engine, spec.timeout, spec.timeout
         self.failure: str | None = None
         name = f"{engine.variant.label}-{engine.chunk}"
@@ -111,6 +116,7 @@ class _Process:
         self._log = (logs or self._place) / f"{name}.log"
         (self._place / "job.json").write_text(json.dumps(job(engine, spec, config)))
         environment = {**os.environ, **_ENVIRONMENT, **engine.variant.environment}
+        environment["VLLM_PORT"] = str(int(os.environ.get("VLLM_PORT", _FIRST_PORT)) + number * _PORTS)
         environment |= {cache: str(self._place / cache.lower()) for cache in _CACHES}
         command = [sys.executable, "-m", "tw_compile.benchmark.vllm.engine"]
         command += [str(self._place / "job.json"), str(self._place / "result.json")]
