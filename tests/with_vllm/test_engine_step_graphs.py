@@ -320,8 +320,8 @@ def test_short_steps_are_timed_as_they_are_served(folder: Path, monkeypatch: pyt
     worker = worker_of(engine_config(folder, compilation=compilation), [])
     step_graphs.capture_steps(worker, run, served, lambda way, _: 3.0 if way is served else 1.0, lambda way, _: 2.0)
     assert captured == [
-        ([192, 256, 384, 512, 600], False, 3.0),  # the host's time, and 1 ms more on another rank
-        ([64, 96, 128], True, 4.0),
+        ([192, 256, 384, 512, 600], False, 3.5),  # 1.25 times the host's time, and 1 ms more on another rank
+        ([64, 96, 128], True, 4.5),  # 1.75 times
     ]
 
 

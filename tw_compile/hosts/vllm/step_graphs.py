@@ -38,6 +38,20 @@ TRIALS = 3
 """Ways to run a step are timed so often, in turns, and the shortest time of each counts. Others that use the GPU or the host
 meanwhile make a trial longer and never shorter. A wrong choice would stay for as long as the engine runs."""
 
+HEADROOM = 1.25
+"""What the host needs for a step while it serves, of what it needs while steps are timed, where the GPU's time grows too.
+
+On four H100 it took 1.2 to 1.5 times as long, and the GPU 1.1 times (``docs/decisions/host-launch-time.md``).
+"""
+
+HEADROOM_OF_PIECES = 1.75
+"""The same for steps by vLLM's pieces, of which the host launches fewer kernels, so the rest of its work weighs more.
+
+Engines took 1.25 to 1.7 times as long as the host needed to launch such steps (``docs/decisions/step-graphs.md``). Where the
+host is that slow, a step without a graph takes 15% to 30% longer. Where it is not, a graph that is kept costs what the GPU
+loses, which was 1% to 7%.
+"""
+
 LEAST_FREE_BYTES = 2**30
 """A graph is captured only where so much of the GPU's memory is free. vLLM does not count what it takes."""
 
@@ -348,7 +362,7 @@ def capture_steps(
 
     ``run`` runs a step of so many tokens without vLLM's graphs, ``served`` as vLLM does, with its graphs and padding.
     ``timed(run, tokens)`` says how many milliseconds a step takes. ``launched(run, tokens)`` says how many the host needs to
-    launch it while it serves.
+    launch it while it does nothing else.
     """
     from vllm.distributed.parallel_state import get_tp_group
 
@@ -371,10 +385,9 @@ def capture_steps(
         begun, way = time.perf_counter(), served if graphs.short else run
         sizes = sizes_of(graphs.low, graphs.high, captured if graphs.short else ())
         limits = Limits(*most, splits=graphs.short)
-        replayed = partial(timed, way)
-        said = (
-            _capture(graphs, sizes, limits, run, StepTimes(replayed, partial(launched, way), slowest)) if sizes else []
-        )
+        headroom = HEADROOM_OF_PIECES if graphs.short else HEADROOM
+        times = StepTimes(partial(timed, way), partial(launched, way), slowest, headroom)
+        said = _capture(graphs, sizes, limits, run, times) if sizes else []
         if group.rank_in_group == 0:
             kind, seconds = "short" if graphs.short else "long", time.perf_counter() - begun
             logger.info("tw_compile: %s steps as CUDA graphs: %s; in %.1f s", kind, "; ".join(said) or "none", seconds)
@@ -386,12 +399,14 @@ def capture_steps(
 class StepTimes:
     """Milliseconds of a step of so many tokens on this rank, and how all ranks learn of the slowest one's.
 
-    ``timed``: of steps that follow each other, while nothing else is done. ``launched``: of the host, while it serves.
+    ``timed``: of steps that follow each other, while nothing else is done. ``launched``: of the host, which needs ``headroom``
+    times as long while it serves.
     """
 
     timed: Callable[[int], float]
     launched: Callable[[int], float]
     slowest: Callable[[float], float]
+    headroom: float = HEADROOM
 
     def replayed(self, tokens: int) -> float:
         """Of a graph. The host launches it at once."""
@@ -399,7 +414,7 @@ class StepTimes:
 
     def uncaptured(self, tokens: int) -> float:
         """Of a step that is no graph of ours. While it serves, the host may be slower than the GPU."""
-        return self.slowest(max(self.timed(tokens), self.launched(tokens)))
+        return self.slowest(max(self.timed(tokens), self.headroom * self.launched(tokens)))
 
 
 def _capture(

@@ -28,7 +28,7 @@ from tw_compile import agree
 from tw_compile.config import Config
 from tw_compile.environment import strict
 from tw_compile.hosts.vllm.options import switched_off
-from tw_compile.hosts.vllm.step_graphs import TRIALS, capture_steps, of_models
+from tw_compile.hosts.vllm.step_graphs import HEADROOM, TRIALS, capture_steps, of_models
 
 if TYPE_CHECKING:
     from tw_compile.hosts.vllm.plan import Engine
@@ -37,11 +37,6 @@ logger = logging.getLogger("vllm.tw_compile")
 
 RUNS = 3
 """Steps of one size and way that are timed together, as in a prefill, where the host prepares a step while the GPU is busy."""
-HEADROOM = 1.25
-"""What the host needs for a step while it serves, of what it needs while steps are timed, where the GPU's time grows too.
-
-On four H100 it took 1.2 to 1.5 times as long, and the GPU 1.1 times (``docs/decisions/host-launch-time.md``).
-"""
 
 
 class Way(StrEnum):
@@ -154,7 +149,7 @@ def _capture_steps(worker: Any, engine: Engine | None) -> None:
         return
 
     with _trial("no steps as CUDA graphs", _drop_graphs):
-        capture_steps(worker, steps_of(worker), steps_of(worker, as_served=True), milliseconds, _launch_while_serving)
+        capture_steps(worker, steps_of(worker), steps_of(worker, as_served=True), milliseconds, _launch_milliseconds)
 
 
 @contextmanager
@@ -283,10 +278,6 @@ def _launch_milliseconds(run: Callable[[int], None], tokens: int) -> float:
         seconds += time.perf_counter() - begun
     _synchronise()
     return seconds / RUNS * 1e3
-
-
-def _launch_while_serving(run: Callable[[int], None], tokens: int) -> float:
-    return HEADROOM * _launch_milliseconds(run, tokens)
 
 
 def _synchronise() -> None:
