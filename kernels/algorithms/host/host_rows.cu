@@ -525,10 +525,8 @@ struct Worker {
         uint8_t* const to = computed_row(p.rank, computing);
         [[maybe_unused]] uint32_t* const words = result_leaving(computing);
 #if SCALE_COLUMNS
-        const auto scales =
-            scales_of_row<THREADS>(h, factor, weight, p.weight_offset, thread, [&](float value) {
-              return group_max<THREADS / 32>(value, cta.shared.maxima[group], thread, 2 + group);
-            });
+        const auto largest = [&](float value) { return group_max<WARPS>(value, cta.shared.maxima[group], thread, 2 + group); };
+        const auto scales = scales_of_row<THREADS>(h, factor, weight, p.weight_offset, thread, largest);
 #endif
         Row::each(thread, [&](int v, Column column) {
           if constexpr (RESIDUAL_OUT != NO_ROWS) {

@@ -29,6 +29,7 @@ COMMITTED = (
     "2026-11-22-4xh200-layer-llama-3.3-70b-8-layers-tp4.csv",
     "2026-11-22-2xh200-layer-llama-3.1-8b-8192-tp2.csv",
     "2026-11-21-2xh200-layer-llama-3.1-8b-tp2.csv",
+    "2026-11-28-2xh200-layer-llama-3.3-70b-4-layers-tp2.csv",
     "2026-11-21-2xh200-layer-llama-3.3-70b-tp2-again.csv",
     "2026-11-26-2xh100-layer-paper-llama-3.1-8b-tp2.csv",
     "2026-11-26-2xh100-layer-paper-llama-3.3-70b-tp2.csv",
