@@ -57,7 +57,7 @@ DEVICE void values_of(float (&values)[8], const float (&h)[8], const Factor& fac
 }
 
 // Computes the scales of a row. All threads of the group call it, with the arguments of normalise. `largest_of_row(value)` gives
-// the largest value of all of them.
+// the largest value of all of them. It is called only if there is one scale for a row.
 template <int GROUP, typename Factor, typename Largest>
 DEVICE RowScales<GROUP> scales_of_row(const float (&h)[RowPart<GROUP>::VECTORS][8], const Factor& factor,
                                       const Loaded<GROUP, WEIGHT_TYPE>& weight, float weight_offset,

@@ -356,6 +356,16 @@ def test_engines_together_choose_ports_apart(
     assert ports == {"off": first, "fuse": first + 100, "off-nccl": first + 200}
 
 
+@pytest.mark.parametrize("given", ["tcp://10.0.0.7:8000", "0", "65536", ""])
+def test_a_first_port_that_is_none_is_refused_before_an_engine_starts(
+    vllm: Path, given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_PORT", given)
+    with pytest.raises(UsageError, match=f"VLLM_PORT: expected a port, got '{given}'"):
+        ran(dataclasses.replace(TOGETHER, engine={"diary": str(vllm / "diary")}))
+    assert not (vllm / "diary").exists()
+
+
 def test_the_reference_takes_its_one_turn_after_the_warm_up(vllm: Path) -> None:
     diary = vllm / "diary"
     ran(dataclasses.replace(TOGETHER, only=("off", "reference"), engine={"diary": str(diary)}))

@@ -34,7 +34,10 @@ _SCALED: tuple[Literal["token", "group"], ...] = ("token", "group")
 QUANTISED_AFTER = {
     f"tw+{way}-{scales}": (way, scales) for way in ("quantise", "norm-quantise", "norm+quantise") for scales in _SCALED
 }
-"""What makes float8 behind a call of ours, see :mod:`tw_compile.benchmark.quantised_after`, and what has a scale."""
+"""What makes float8 behind a call of ours, and whether each token or each group of 128 columns has a scale.
+
+See :mod:`tw_compile.benchmark.quantised_after`.
+"""
 IF_NAMED = (SCATTERED, ALL_REDUCE_ALONE, REDUCE_SCATTER_ALONE, ALL_GATHER_ALONE, *QUANTISED_AFTER)
 """They take part only where ``--only`` names them. Figures of papers are drawn from the first four."""
 

@@ -30,7 +30,10 @@ def rms_norm(h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def quantise_(y: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, columns: int, least: float) -> None:
-    """Write ``y [tokens, hidden]`` as float8 to ``codes``, and the scale of each row and ``columns`` columns to ``scales``."""
+    """Write ``y [tokens, hidden]`` as float8 to ``codes``, and the scale of each row and ``columns`` columns to ``scales``.
+
+    ``least``: the smallest scale.
+    """
     values = y.float().unflatten(-1, (-1, columns))
     by = (values.abs().amax(-1) / FP8_MAX).clamp_min(least)
     codes.copy_((values / by.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX).flatten(-2))
@@ -59,8 +62,9 @@ class QuantisedAfter(Contender):
     """A call of ours, and float8 codes made behind it as ``QUANTISED_AFTER`` says.
 
     ``quantise``: two-shot gives normalised rows, and a kernel quantises them. ``norm-quantise``: one-shot gives ``h`` to all
-    ranks, and a kernel makes norm and codes. ``norm+quantise``: these are two kernels. One-shot needs no further message for
-    ``h``. These kernels are Inductor's, which may add up in another order on each rank. So ranks may have different bits.
+    ranks, and a kernel makes norm and codes. ``norm+quantise``: these are two kernels. One-shot needs no further message
+    for ``h``. It also makes normalised rows, which nobody uses then. These kernels are Inductor's, which may add up in
+    another order on each rank. So ranks may have different bits.
     """
 
     def __init__(self, label: str) -> None:

@@ -26,7 +26,8 @@ class Row:
         bus_gb_per_s: 2 (N-1)/N of the message's bytes divided by the median time.
         share_of_bound: The bound divided by the median time. The bound is the links' two-shot time or, where rows go through
             host memory, the time of bare copies of as many bytes. It is the time of exact rows, whatever the wire.
-        speedup: The best peer's median time divided by this row's; ours only, where it gives what the peers give.
+        speedup: The best peer's median time divided by this row's; ours only, where it gives what the peers give. Peers whose
+            results are float8 are left out.
         best_peer: The label of that peer.
         algorithm: The kernel's name in tables of kernels; None where a table can't name it. ``max_sms``: SMs that it may have.
         quantises: Whether normalised rows are float8. These are fewer bytes than the peers' rows, so there is no speed-up.

@@ -6,7 +6,7 @@
 // two-shot: every rank pushes each row to its owner, the owner computes it and pushes the result to all peers:
 //   2(N-1)/N x M on the links, two hops.
 // CLUSTER CTAs may share a row: each has a part of its columns, and tells the others of its cluster what the part adds to the
-// row's statistics. A CTA's SM limits how fast a long row goes in and out.
+// row's statistics, and its largest value where a scale is made of the row. A CTA's SM limits how fast a long row goes in and out.
 //
 // Why this is correct
 // -------------------
@@ -212,13 +212,13 @@ DEVICE void add_up(float (&h)[8], const Eight<T>& own, const InCodes<BITS> (&got
   add_in_rank_order(h, own, got, rank, [=](int section) { return peer_after(rank, section); });
 }
 
-// Adds up numbers of the threads of a row, and finds their largest number. Two sets of sums in shared memory take turns.
+// Adds up statistics of the threads of a row, and finds the largest of their values. Two sets of sums in shared memory take turns.
 //
 // In a cluster each warp sends its number to all CTAs, where an mbarrier counts the bytes. Each set has one, and so have the
-// maxima. A CTA's warps send the sums of a row when they have those of the row before. So whoever has all sums of a row may send
-// those of the next row of the same set: nobody reads or awaits the set's earlier sums any more. He may also send the row's
-// maxima, because nobody reads or awaits those of the row before: they were taken before the sums were sent. Numbers come from
-// all CTAs before any of them ends.
+// maxima. A CTA's warps send the sums of a row when they have those of the row before. So a warp that has all sums of a row may
+// send its sum of the next row of the same set: nobody reads or awaits the set's earlier sums any more. It may also send its
+// largest value of that row: every warp had read the maxima of the row before when it sent these sums. Numbers come from all
+// CTAs before any of them ends.
 struct RowTotals {
 #if CLUSTER > 1
   static constexpr int BARRIERS = SCALE_COLUMNS ? 3 : 2;  // one of each set, and one of the maxima
@@ -252,11 +252,11 @@ struct RowTotals {
   // Puts the number of each warp into `numbers` of all CTAs, and waits until the numbers of all warps are here.
   template <typename T>
   DEVICE void share(const T& number, T* numbers, uint32_t thread, uint64_t* barrier, uint32_t barrier_phase) {
-    const uint32_t* const words = (const uint32_t*)&number;
+    const float* const parts = (const float*)&number;
     if (thread % 32 < CLUSTER)
 #pragma unroll
       for (int i = 0; i < (int)sizeof number / 4; ++i)
-        store_to_cta(thread % 32, (uint32_t*)(numbers + thread / 32) + i, words[i], barrier);
+        store_to_cta(thread % 32, (uint32_t*)(numbers + thread / 32) + i, as_bits(parts[i]), barrier);
     warp_sync();
     [[maybe_unused]] uint32_t polls = 0;
     while (!mbarrier_try_wait(barrier, barrier_phase)) {
@@ -285,7 +285,7 @@ struct RowTotals {
   }
 
 #if SCALE_COLUMNS
-  // Behind each sum: its barrier is between two uses of the maxima.
+  // Is called once behind each `sum`, whose barrier is between two uses of the maxima.
   DEVICE float largest(float value, uint32_t thread) {
     float* const maxima = (float*)(sets + 2 * WARPS);
 #if CLUSTER > 1

@@ -51,7 +51,8 @@ class SharingPush(Push):
         if cluster == 2:
             return ctas // 2
         if not self._one_shot and threads <= _SMALL_CTA:
-            # A cluster of four may have two rows then, and is still faster than two pairs. With scales it is slower.
+            # A cluster of four may have two rows then, and is still faster than two pairs. With scales it is slower, as on two
+            # H200 (2026-11-28-2xh200-kernel-fp8-pairs-tp2.csv).
             return ctas // (4 if request.norm.scale_columns else 2)
         # A GPU's groups of SMs are no multiples of large clusters: with 64 clusters of four some had to wait, with 56 none.
         return ctas * 7 // 8 // cluster

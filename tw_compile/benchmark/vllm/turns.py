@@ -24,14 +24,15 @@ from typing import Any
 from tw_compile import child
 from tw_compile.benchmark.vllm.spec import EngineStart, VllmSpec, job, traces_of
 from tw_compile.benchmark.vllm.traces import STOP, TURN, turns
+from tw_compile.harness.requests import UsageError
 from tw_compile.kernels.collective.wires import EXACT
 
 _CACHES = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TW_COMPILE_CACHE_DIR")
 """Empty for every engine, so that starts can be compared."""
 _ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 _FIRST_PORT, _PORTS = 21_000, 100
-"""The first port that is tried for the ranks of the first engine, and how far the next engine's is behind it. Below those that
-systems hand out, so nobody is given one of them between vLLM's choice and its use. ``VLLM_PORT`` sets another first one."""
+"""The ranks of engine ``i`` of a group try ports from 21000 + 100 ``i`` on. Systems hand out only higher ones, so no other
+process gets such a port by chance between vLLM's choice and its use."""
 _LOOK = 1.0
 """Seconds after which a process that is waited for is checked: if it has ended, its children may hold its socket open."""
 
@@ -50,8 +51,12 @@ def take_turns(
     engine always follows the same one. An engine that fails is ended, and the others go on. A KeyboardInterrupt after a timed
     round ends the engines with the results that they have by then. An earlier or a second one is raised. ``config``: the
     model's configuration. ``logs``: a folder to keep the engines' output in; without it the output is in ``scratch``.
+
+    Raises:
+        UsageError: ``VLLM_PORT`` is set, and is no port.
     """
     running: list[_Process] = []
+    port = _first_port()
 
     def say(who: Sequence[_Process], what: str) -> None:
         labels = ", ".join(process.engine.variant.label for process in who)
@@ -59,7 +64,7 @@ def take_turns(
 
     try:
         for number, engine in enumerate(group):
-            running.append(_Process(engine, number, spec, config, scratch, logs))
+            running.append(_Process(engine, port + number * _PORTS, spec, config, scratch, logs))
         say(running, "start")
         _wait(running)
         whole = _rounds(running, group, spec, say)
@@ -71,6 +76,13 @@ def take_turns(
         for process in running:
             process.end()
     return [process.result() for process in running], whole
+
+
+def _first_port() -> int:
+    given = os.environ.get("VLLM_PORT", str(_FIRST_PORT))
+    if not given.isdecimal() or not 0 < int(given) < 2**16:
+        raise UsageError(f"VLLM_PORT: expected a port, got {given!r}")
+    return int(given)
 
 
 def _rounds(
@@ -106,7 +118,7 @@ class _Process:
     """
 
     def __init__(
-        self, engine: EngineStart, number: int, spec: VllmSpec, config: Any, scratch: Path, logs: Path | None
+        self, engine: EngineStart, port: int, spec: VllmSpec, config: Any, scratch: Path, logs: Path | None
     ) -> None:
         self.engine, self.timeout, self.left = engine, spec.timeout, spec.timeout
         self.failure: str | None = None
@@ -116,7 +128,7 @@ class _Process:
         self._log = (logs or self._place) / f"{name}.log"
         (self._place / "job.json").write_text(json.dumps(job(engine, spec, config)))
         environment = {**os.environ, **_ENVIRONMENT, **engine.variant.environment}
-        environment["VLLM_PORT"] = str(int(os.environ.get("VLLM_PORT", _FIRST_PORT)) + number * _PORTS)
+        environment["VLLM_PORT"] = str(port)
         environment |= {cache: str(self._place / cache.lower()) for cache in _CACHES}
         command = [sys.executable, "-m", "tw_compile.benchmark.vllm.engine"]
         command += [str(self._place / "job.json"), str(self._place / "result.json")]

@@ -47,9 +47,9 @@ On four H100 it took 1.2 to 1.5 times as long, and the GPU 1.1 times (``docs/dec
 HEADROOM_OF_PIECES = 1.75
 """The same for steps by vLLM's pieces, of which the host launches fewer kernels, so the rest of its work weighs more.
 
-Engines took 1.25 to 1.7 times as long as the host needed to launch such steps (``docs/decisions/step-graphs.md``). Steps of 512
-tokens without a graph took 7% to 27% longer there. On a faster host a graph that is kept costs what the GPU loses, which was 1%
-to 7%.
+Engines took 1.3 times as long as the host needed to launch such steps, and others at least 1.74 times
+(``docs/decisions/step-graphs.md``). Steps of 512 tokens without a graph took 7% to 27% longer there. On a faster host a graph
+that is kept costs what the GPU loses, which was 1% to 7%.
 """
 
 LEAST_FREE_BYTES = 2**30
