@@ -53,7 +53,7 @@ class AlgorithmEntry:
         serves_all: Whether it serves every message whose rows travel as they are and whose scales are given. Exactly one entry
             of a transport has this; it is tried last. ``multimem`` uses the entry of ``p2p``.
         wires: Whether it lets rows travel in codes. Only such algorithms are tried for calls with a wire.
-        scales: Whether it computes the scales of float8 results from the rows. Only such algorithms serve calls that need this.
+        scales: Whether it is tried for calls that compute the scales of float8 results from the rows.
         prefetches: Whether it can prefetch weights (``prefetch.py``).
         feeds: Whether it leaves it to a GEMM to exchange the rows of a result. It serves no other calls.
         plain_link: How it reaches rows over a link without native atomics: ``push`` by stores, ``pull`` by loads (it

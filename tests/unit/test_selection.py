@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tw_compile.benchmark.variants import OURS, by_wires
-from tw_compile.kernels.algorithms import ALGORITHMS
+from tw_compile.kernels.algorithms import ALGORITHMS, with_scales
 from tw_compile.kernels.algorithms.push.sharing_push import SharingPush
 from tw_compile.kernels.algorithms.stream.stream import Stream
 from tw_compile.kernels.algorithms.two_shot.two_shot import TwoShot
@@ -342,3 +342,8 @@ def test_steps_that_go_down_are_refused_also_with_another_transports_between() -
     text = 'device = "GPU"\n' + "".join(entry.format(*step) for step in steps)
     with pytest.raises(ValueError, match=r"steps: expected to go up .* got \(2, 10\) after \(2, 1000\)"):
         steps_of(text, "kernels.toml")
+
+
+def test_forced_ways_are_not_tried_for_calls_that_make_scales() -> None:
+    """Their kernels would be compiled and loaded for every such call."""
+    assert [entry.name for entry in with_scales("p2p")] == ["push_two_shot", "stream"]

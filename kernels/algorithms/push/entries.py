@@ -64,7 +64,6 @@ def _forced(name: str, one_shot: bool, cluster: int) -> AlgorithmEntry:
         sms=128,
         most_sms=128,
         needs_whole_residual=one_shot,
-        scales=True,
         prefetches=True,
         instead="push_two_shot" if one_shot else None,
         benchmarked=(

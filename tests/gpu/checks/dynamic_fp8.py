@@ -27,10 +27,12 @@ from tw_compile.kernels.algorithms import ALGORITHMS as REGISTRY
 from tw_compile.kernels.collective.reference import add_rms_norm
 from tw_compile.kernels.collective.spec import Request, scales_of
 
-KERNELS = tuple(entry.checked[0].name for entry in REGISTRY if entry.scales and entry.checked)
-WHOLE_ONLY = frozenset(
-    entry.checked[0].name for entry in REGISTRY if entry.scales and entry.checked and entry.needs_whole_residual
-)
+MAKING_SCALES = [
+    entry for entry in REGISTRY if entry.checked and (entry.scales or any(line.scales for line in entry.benchmarked))
+]
+"""Forced ways make scales, too. They are not tried where nobody asks for them."""
+KERNELS = tuple(entry.checked[0].name for entry in MAKING_SCALES)
+WHOLE_ONLY = frozenset(entry.checked[0].name for entry in MAKING_SCALES if entry.needs_whole_residual)
 """They serve no call with a shard of the residual that was not theirs."""
 HIDDEN_SIZES = (1024, 4096, 8192)
 TOKENS = (1, 2, 3, 33, 127, 1025)
