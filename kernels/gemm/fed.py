@@ -24,8 +24,8 @@ class FedParams(ctypes.Structure):
         ("memory", ctypes.c_void_p),
         ("state", ctypes.c_void_p),
         ("status", ctypes.c_void_p),
-        *((name, ctypes.c_int32) for name in ("rank", "world", "first", "own")),
-        ("unused", ctypes.c_int32 * 6),
+        *((name, ctypes.c_int32) for name in ("rank", "world", "first", "own", "lead")),
+        ("unused", ctypes.c_int32 * 5),
     ]
 
 
@@ -52,10 +52,15 @@ class FedRows:
     end: int
     spin_limit: int
 
-    def params(self) -> FedParams:
-        first, own = own_pairs(len(self.rows), self.begin, self.end)
+    def params(self, lead: int) -> FedParams:
+        """``lead``: columns of tiles in which this rank's own rows come first."""
+        first, own = self.own_pairs()
         addresses = {"memory": self.table.data_ptr(), "state": self.state.data_ptr(), "status": self.status.data_ptr()}
-        return FedParams(**addresses, rank=self.rank, world=self.world_size, first=first, own=own)
+        return FedParams(**addresses, rank=self.rank, world=self.world_size, first=first, own=own, lead=lead)
+
+    def own_pairs(self) -> tuple[int, int]:
+        """As the function of this name, for the rows of this rank."""
+        return own_pairs(len(self.rows), self.begin, self.end)
 
 
 def fed_bytes(tokens: int, hidden_size: int) -> int:

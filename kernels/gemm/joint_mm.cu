@@ -15,9 +15,11 @@
 // GATED: there are two matrices, and silu(rows * the first) * (rows * the second) is stored. Half of a tile's columns are the
 // first matrix's, and half the second matrix's. CTA 0 loads the first matrix for both CTAs, and CTA 1 loads the second one.
 //
-// FED: rows that other ranks compute arrive while the kernel runs (fed.cuh). Pairs of this rank's own rows come first, pairs of
-// the next ranks' rows follow. The thread that loads rows waits for them. One more thread of each CTA sends this rank's rows to
-// the others.
+// FED: rows that other ranks compute arrive while the kernel runs (fed.cuh). The thread that loads rows waits for them. One more
+// thread of each CTA sends this rank's rows to the others. The first columns of tiles are computed for this rank's own rows, and
+// then for the others' rows. `lead` says how many columns, so that the others' rows have arrived by then. The other columns are
+// computed for all rows at once, because tiles over each other share the matrices' columns in L2. If own rows are too few for
+// that, they come first in all columns. Then the others' rows follow row by row, in the order in which they arrive.
 //
 // Loads and matmuls use Hopper's machine instructions (PTX ISA, wgmma and cp.async.bulk.tensor) in the way that CUTLASS's
 // persistent cooperative kernels do.
@@ -93,20 +95,29 @@ DEVICE bool find(const JointMmParams& params, int32_t number, int32_t rank, Tile
   tile.low = pair >= pairs;
   tile.narrow = behind >= 0 && !tile.low;
   if (!tile.low) {
-    int32_t over = high;  // pairs over each other, which are divided into bands
+    int32_t over = high, beside = wide, from = 0, band_pairs = BAND;  // pairs over and beside each other, the first column
 #if FED
-    const bool own = pair < params.fed.own * wide;
-    if (!own) pair -= params.fed.own * wide;
-    over = own ? params.fed.own : high - params.fed.own;
+    const int32_t lead = least_of(params.fed.lead, wide), own = params.fed.own, others = high - own;
+    const bool is_own = pair < own * lead, is_other = !is_own && pair < high * lead;
+    if (is_own) {
+      over = own, beside = lead;
+    } else if (is_other) {
+      pair -= own * lead;
+      over = others, beside = lead, band_pairs = lead == wide ? 1 : BAND;
+    } else {
+      pair -= high * lead;
+      beside = wide - lead, from = lead;
+    }
 #endif
-    int32_t band = pair / (BAND * wide), in_band = pair % (BAND * wide);
-    int32_t here = over - band * BAND < BAND ? over - band * BAND : BAND;
-    row = (band * BAND + in_band % here) * 2 * TILE_ROWS;
-    column = in_band / here;
+    int32_t band = pair / (band_pairs * beside), in_band = pair % (band_pairs * beside);
+    int32_t here = over - band * band_pairs < band_pairs ? over - band * band_pairs : band_pairs;
+    int32_t place = band * band_pairs + in_band % here;
+    column = from + in_band / here;
 #if FED
-    row += (params.fed.first + (own ? 0 : params.fed.own)) * 2 * TILE_ROWS;
-    if (row >= high * 2 * TILE_ROWS) row -= high * 2 * TILE_ROWS;
+    place = params.fed.first + (is_other ? own + by_arrival(params.fed, others, place) : place);
+    if (place >= high) place -= high;
 #endif
+    row = place * 2 * TILE_ROWS;
   } else {
     row = high * 2 * TILE_ROWS;
     column = behind - 2 * (pairs - params.whole);

@@ -25,6 +25,7 @@ from tw_compile.kernels.gemm.fed import FedParams, FedRows, pieces_bytes
 from tw_compile.kernels.runtime.launch import Kernel, prepare
 from tw_compile.kernels.runtime.program import FULL_SHARED_BYTES, Program, arch_of, compile_all
 from tw_compile.kernels.runtime.wgmma import BOX_COLUMNS, CAPABILITY, TensorMap, has_instructions, tensor_map
+from tw_compile.planning.fed_order import lead_columns
 from tw_compile.planning.joint_tiles import MOST_JOINT, WIDTHS, tiling
 
 _TILE_ROWS, _TILE_DEPTH = 128, BOX_COLUMNS
@@ -150,7 +151,8 @@ def _launch(
     for index, bias in enumerate(biases):
         params.biases[index] = bias.data_ptr()
     if fed is not None:
-        params.fed = fed.params()
+        lead = lead_columns(rows, depth, fed.world_size, fed.own_pairs()[1], tiles.width, clusters)
+        params.fed = fed.params(lead)
     loaded = (
         kernel_on(a.device, tiles.width, form)
         if fed is None

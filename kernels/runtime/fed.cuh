@@ -54,8 +54,17 @@ struct FedParams {
   int32_t world;
   int32_t first;      // the first pair of tiles over each other that has rows of this rank alone
   int32_t own;        // how many such pairs there are
-  int32_t unused[6];  // to 64 bytes
+  int32_t lead;       // columns of tiles in which these pairs come before all others
+  int32_t unused[5];  // to 64 bytes
 };
+
+// The pairs that are not this rank's own are numbered from its last own pair on, around the end of the rows. Each peer owns about
+// as many. The peers send at the same time, each from its first row on. So pairs are taken from all peers in turn. Returns the
+// number of the pair at place `at` of `others`.
+DEVICE int32_t by_arrival(const FedParams& fed, int32_t others, int32_t at) {
+  const int32_t peers = fed.world - 1, peer = at % peers, more = others % peers;
+  return peer * (others / peers) + (peer < more ? peer : more) + at / peers;
+}
 
 DEVICE int32_t fed_share(const FedParams& fed, int32_t rows) { return (rows + fed.world - 1) / fed.world; }
 DEVICE int32_t least_of(int32_t a, int32_t b) { return a < b ? a : b; }
