@@ -25,7 +25,7 @@ import torch.fx as fx
 
 from tw_compile import compat
 from tw_compile.agree import agreed
-from tw_compile.autotune.turns import Turns, measured_turns
+from tw_compile.autotune.turns import Gemms, Turns, measured_turns
 from tw_compile.graph.predicates import aten, is_call, same_shape, value
 from tw_compile.kernels.collective.fed_mm import fed_gated_mm, fed_joint_mm
 from tw_compile.kernels.collective.transports import TRANSPORTS
@@ -41,13 +41,12 @@ from tw_compile.passes.reasons import FeedRefusal, FeedRefused, SplitRefused
 from tw_compile.passes.split.peephole.in_slot import readers_of
 from tw_compile.passes.split.rewrite.duplicate import SplitReport
 from tw_compile.passes.split.schedule.dependences import CommunicationCall, argument, find_calls
+from tw_compile.planning import feeding
 from tw_compile.report import Site
 
-FED_FROM_TOKENS = 4096
-"""Shorter messages are not fed. On two H100 layers of 512 and 1024 tokens lost 10% and 5%, and one of 4096 gained 1.8%:
-GEMMs of few tokens wait for the other ranks' rows (``benchmarks/kernel-notes.md``, section 8)."""
 FED_UP_TO_RANKS = 2
-"""Larger groups are not fed. On four H100 layers of 4096 tokens gained 0.2%, and the rows need memory on each rank."""
+"""Larger groups are not fed. On four H100 and four H200 layers of 4096 tokens gained nothing, and the rows need memory on each
+rank."""
 _FED: dict[Any, Any] = {joint_mm_leaving_sms: fed_joint_mm, gated_mm_leaving_sms: fed_gated_mm}
 
 
@@ -56,20 +55,25 @@ class Feedable:
     """A call, and the GEMMs that can be fed the rows of its result, in the graph's order.
 
     ``turns``: the numbers of rows for which our kernel computes the GEMMs where the call is not fed, as for joined GEMMs.
+    ``feed_from``: the number of tokens from which on the call is fed.
     """
 
     call: CommunicationCall
     gemms: tuple[fx.Node, ...]
     turns: Turns
+    feed_from: int
 
 
 @dataclass(frozen=True)
 class NotHere:
-    """A call whose GEMMs can't be fed on this rank, as another rank's perhaps can. ``follows``: the other ranks feed theirs."""
+    """A call whose GEMMs are not fed on this rank, as another rank's perhaps are.
+
+    ``follows``: the number of tokens from which on the other ranks feed theirs; 0: they don't.
+    """
 
     call: CommunicationCall
     refused: FeedRefused
-    follows: bool = False
+    follows: int = 0
 
 
 Found = Mapping[int, Feedable | NotHere | FeedRefused]
@@ -118,10 +122,10 @@ def agreed_on(found: Found, tokens: TokenRange | None) -> Found:
     alike = [(site, _alike(one)) for site, one in sorted(found.items())]
     if all(isinstance(one, FeedRefused) for one in found.values()):
         return found
-    own = [site for site, one in found.items() if isinstance(one, Feedable)]
+    own = {site: one.feed_from for site, one in found.items() if isinstance(one, Feedable)}
     key = hashlib.sha256(repr((alike, tokens)).encode()).hexdigest()[:32]
-    fed: list[int] = agreed(f"fed/{key}", lambda: own)
-    return {site: _as_agreed(one, site in fed) for site, one in found.items()}
+    fed: dict[int, int] = agreed(f"fed/{key}", lambda: own)
+    return {site: _as_agreed(one, fed.get(site, 0)) for site, one in found.items()}
 
 
 def _alike(one: Feedable | NotHere | FeedRefused) -> str:
@@ -132,14 +136,15 @@ def _alike(one: Feedable | NotHere | FeedRefused) -> str:
     return f"{_result(one.call).shape[-1]} columns, {compat.size_bounds(_result(one.call).shape[0])} rows, {names}"
 
 
-def _as_agreed(one: Feedable | NotHere | FeedRefused, fed: bool) -> Feedable | NotHere | FeedRefused:
+def _as_agreed(one: Feedable | NotHere | FeedRefused, feed_from: int) -> Feedable | NotHere | FeedRefused:
+    """``feed_from``: the number of tokens from which on the first rank's GEMMs are fed; 0: never."""
     if isinstance(one, NotHere):
-        return replace(one, follows=fed)
-    if isinstance(one, Feedable) and not fed:
+        return replace(one, follows=feed_from)
+    if isinstance(one, Feedable) and not feed_from:
         return NotHere(
             one.call, FeedRefused(FeedRefusal.GEMM_NOT_OURS, "the rank that compiled first does not feed its part")
         )
-    return one
+    return replace(one, feed_from=feed_from) if isinstance(one, Feedable) else one
 
 
 def _refused_whatever_reads(
@@ -149,14 +154,14 @@ def _refused_whatever_reads(
     transport = argument(call.start, "transport")
     if not TRANSPORTS[transport].feeds:
         return FeedRefused(FeedRefusal.TRANSPORT_NOT_FED, f"transport {transport}")
-    ranks = dist.get_world_size(compat.resolve_process_group(argument(call.start, "group_name")))
+    ranks = _ranks(call)
     if ranks > FED_UP_TO_RANKS:
         return FeedRefused(FeedRefusal.GROUP_TOO_LARGE, f"{ranks} > {FED_UP_TO_RANKS} ranks")
     if _result(call).device.type == "cuda" and capability not in (None, CAPABILITY):
         return FeedRefused(FeedRefusal.DEVICE_NOT_SUPPORTED, f"no GEMM for {capability} takes rows as they arrive")
-    most = _rows_of(call, tokens)[1]
-    if most is not None and most < FED_FROM_TOKENS:
-        return FeedRefused(FeedRefusal.MESSAGE_TOO_SMALL, f"{most} < {FED_FROM_TOKENS} tokens")
+    least, most = feeding.tokens_to_send(_result(call).shape[-1], ranks), _rows_of(call, tokens)[1]
+    if most is not None and most < least:
+        return FeedRefused(FeedRefusal.MESSAGE_TOO_SMALL, f"{most} < {least} tokens")
     wire = argument(call.start, "wire")
     if wire != EXACT:
         return FeedRefused(FeedRefusal.ROWS_IN_CODES, f"wire {wire}")
@@ -181,12 +186,22 @@ def _found_behind(
     gemms = _gemms_behind(call, place)
     if isinstance(gemms, FeedRefused):
         return NotHere(call, gemms) if gemms.reason is FeedRefusal.GEMM_NOT_OURS else gemms
-    turns = _turns(gemms, tokens, measure)
-    least = _rows_of(call, tokens)[0]
-    if least < FED_FROM_TOKENS and not turns and _result(call).device.type == "cuda":
-        why = f"from {least} tokens on, and with fewer than {FED_FROM_TOKENS} these GEMMs are better left as they are"
+    described = gemms_of(gemms)
+    if described is None:
+        return NotHere(call, FeedRefused(FeedRefusal.GEMM_NOT_OURS, "a matrix has a symbolic size"))
+    ranks = _ranks(call)
+    feed_from = max(
+        feeding.tokens_to_send(_result(call).shape[-1], ranks), feeding.tokens_to_fill(described.columns, ranks)
+    )
+    least, most = _rows_of(call, tokens)
+    if most is not None and most < feed_from:
+        why = f"{most} < {feed_from} tokens, which these GEMMs need to be busy while rows arrive"
         return NotHere(call, FeedRefused(FeedRefusal.MESSAGE_TOO_SMALL, why))
-    return Feedable(call, tuple(gemms), turns)
+    turns = _turns(gemms, described, tokens, measure)
+    if least < feed_from and not turns and _result(call).device.type == "cuda":
+        why = f"from {least} tokens on, and with fewer than {feed_from} these GEMMs are better left as they are"
+        return NotHere(call, FeedRefused(FeedRefusal.MESSAGE_TOO_SMALL, why))
+    return Feedable(call, tuple(gemms), turns, feed_from)
 
 
 def _gemms_behind(call: CommunicationCall, place: dict[fx.Node, int]) -> list[fx.Node] | FeedRefused:
@@ -218,6 +233,10 @@ def _gemms_behind(call: CommunicationCall, place: dict[fx.Node, int]) -> list[fx
     return gemms
 
 
+def _ranks(call: CommunicationCall) -> int:
+    return dist.get_world_size(compat.resolve_process_group(argument(call.start, "group_name")))
+
+
 def _result(call: CommunicationCall) -> torch.Tensor:
     result = value(argument(call.wait, "hidden"))
     assert result is not None
@@ -229,13 +248,13 @@ def _feed_all(found: Found) -> Found:
         if isinstance(one, Feedable):
             _feed(one)
         elif isinstance(one, NotHere) and one.follows:
-            one.call.start.update_kwarg("feed_from", FED_FROM_TOKENS)
+            one.call.start.update_kwarg("feed_from", one.follows)
     return found
 
 
-def _turns(gemms: Sequence[fx.Node], tokens: TokenRange | None, measure: Measure) -> Turns:
-    described, rows = gemms_of(gemms), rows_served(gemms[0], tokens)
-    if described is None or rows is None:
+def _turns(gemms: Sequence[fx.Node], described: Gemms, tokens: TokenRange | None, measure: Measure) -> Turns:
+    rows = rows_served(gemms[0], tokens)
+    if rows is None:
         return ()
     return measure(described, rows, gemms[0].meta["val"].device) or ()
 
@@ -248,7 +267,7 @@ def _feed(found: Feedable) -> None:
     for given in node.all_input_nodes:
         if given is not rows:
             joint.hoist(given, call.wait)
-    call.start.update_kwarg("feed_from", FED_FROM_TOKENS)
+    call.start.update_kwarg("feed_from", found.feed_from)
     call.wait.prepend(node)
     node.target = _FED[node.target]
     node.args = (hidden, *operands, list(found.turns), argument(call.wait, "group_name"), argument(call.wait, "slot"))
@@ -279,7 +298,7 @@ def _found(graph: fx.Graph, context: Context) -> Found:
 
 
 def _changes(one: Feedable | NotHere | FeedRefused) -> bool:
-    return isinstance(one, Feedable) or (isinstance(one, NotHere) and one.follows)
+    return isinstance(one, Feedable) or (isinstance(one, NotHere) and one.follows > 0)
 
 
 def _refused(one: Feedable | NotHere | FeedRefused) -> FeedRefused | None:

@@ -14,7 +14,6 @@ MOST_ROWS = _BLOCK_ROWS * _BLOCKS
 ROWS_OFFSET = 4 * _RANKS * _BLOCKS
 """Bytes of the flags, which lie before the rows."""
 STATE_WORDS = 2 + _BLOCKS
-_PIECE_BYTES, _MOST_PIECES, _MBARRIER_BYTES = 2048, 8, 8
 
 
 class FedParams(ctypes.Structure):
@@ -24,8 +23,8 @@ class FedParams(ctypes.Structure):
         ("memory", ctypes.c_void_p),
         ("state", ctypes.c_void_p),
         ("status", ctypes.c_void_p),
-        *((name, ctypes.c_int32) for name in ("rank", "world", "first", "own", "lead")),
-        ("unused", ctypes.c_int32 * 5),
+        *((name, ctypes.c_int32) for name in ("rank", "world", "first", "own")),
+        ("unused", ctypes.c_int32 * 6),
     ]
 
 
@@ -52,15 +51,10 @@ class FedRows:
     end: int
     spin_limit: int
 
-    def params(self, lead: int) -> FedParams:
-        """``lead``: columns of tiles in which this rank's own rows come first."""
-        first, own = self.own_pairs()
+    def params(self) -> FedParams:
+        first, own = own_pairs(len(self.rows), self.begin, self.end)
         addresses = {"memory": self.table.data_ptr(), "state": self.state.data_ptr(), "status": self.status.data_ptr()}
-        return FedParams(**addresses, rank=self.rank, world=self.world_size, first=first, own=own, lead=lead)
-
-    def own_pairs(self) -> tuple[int, int]:
-        """As the function of this name, for the rows of this rank."""
-        return own_pairs(len(self.rows), self.begin, self.end)
+        return FedParams(**addresses, rank=self.rank, world=self.world_size, first=first, own=own)
 
 
 def fed_bytes(tokens: int, hidden_size: int) -> int:
@@ -81,9 +75,3 @@ def own_pairs(rows: int, begin: int, end: int) -> tuple[int, int]:
     high = (rows + PAIR_ROWS // 2 - 1) // PAIR_ROWS
     first, last = -(-begin // PAIR_ROWS), high if end == rows else end // PAIR_ROWS
     return (first, last - first) if first < last else (0, 0)
-
-
-def pieces_bytes(free: int) -> int:
-    """How many of ``free`` bytes of shared memory are used for pieces of rows and their barriers."""
-    each = _PIECE_BYTES + _MBARRIER_BYTES
-    return min(free // each, _MOST_PIECES) * each

@@ -15,11 +15,9 @@
 // GATED: there are two matrices, and silu(rows * the first) * (rows * the second) is stored. Half of a tile's columns are the
 // first matrix's, and half the second matrix's. CTA 0 loads the first matrix for both CTAs, and CTA 1 loads the second one.
 //
-// FED: rows that other ranks compute arrive while the kernel runs (fed.cuh). The thread that loads rows waits for them. One more
-// thread of each CTA sends this rank's rows to the others. The first columns of tiles are computed for this rank's own rows, and
-// then for the others' rows. `lead` says how many columns, so that the others' rows have arrived by then. The other columns are
-// computed for all rows at once, because tiles over each other share the matrices' columns in L2. If own rows are too few for
-// that, they come first in all columns. Then the others' rows follow row by row, in the order in which they arrive.
+// FED: rows that other ranks compute arrive while the kernel runs (fed.cuh). Pairs of this rank's own rows come first. The other
+// ranks' rows follow in the order in which they arrive, with all columns of a pair before the next one. The thread that loads
+// rows waits for them. More warps of each CTA send this rank's rows to the others.
 //
 // Loads and matmuls use Hopper's machine instructions (PTX ISA, wgmma and cp.async.bulk.tensor) in the way that CUTLASS's
 // persistent cooperative kernels do.
@@ -58,8 +56,6 @@ inline constexpr int STAGE_BYTES = 2 * HALF_A + 4 * QUARTER_B;
 inline constexpr int STAGES = 225 * 1024 / STAGE_BYTES;
 inline constexpr uint16_t BOTH = 3;
 #if FED
-inline constexpr int FREE_BYTES = 227 * 1024 - STAGES * (STAGE_BYTES + 16);
-inline constexpr int PIECES = FREE_BYTES / (FED_PIECE + 8) < 8 ? FREE_BYTES / (FED_PIECE + 8) : 8;
 static_assert(FED_BLOCK == TILE_ROWS, "a tile lies in one block");
 #endif
 
@@ -67,10 +63,6 @@ struct Shared {
   uint8_t stages[STAGES][STAGE_BYTES];  // a, then b; at a multiple of 1024 bytes
   uint64_t full[STAGES];                // a stage has arrived
   uint64_t empty[STAGES];               // a stage has been read: one arrival of each consuming warp of both CTAs
-#if FED
-  uint8_t pieces[PIECES][FED_PIECE];  // of rows that are sent
-  uint64_t arrived[PIECES];
-#endif
 };
 static_assert(sizeof(Shared) <= 227 * 1024, "an SM's shared memory");
 
@@ -95,26 +87,23 @@ DEVICE bool find(const JointMmParams& params, int32_t number, int32_t rank, Tile
   tile.low = pair >= pairs;
   tile.narrow = behind >= 0 && !tile.low;
   if (!tile.low) {
-    int32_t over = high, beside = wide, from = 0, band_pairs = BAND;  // pairs over and beside each other, the first column
+    int32_t over = high, most = BAND;  // pairs over each other, and how many of them a band has
 #if FED
-    const int32_t lead = least_of(params.fed.lead, wide), own = params.fed.own, others = high - own;
-    const bool is_own = pair < own * lead, is_other = !is_own && pair < high * lead;
+    const int32_t own = params.fed.own, others = high - own;
+    const bool is_own = pair < own * wide;
     if (is_own) {
-      over = own, beside = lead;
-    } else if (is_other) {
-      pair -= own * lead;
-      over = others, beside = lead, band_pairs = lead == wide ? 1 : BAND;
+      over = own;
     } else {
-      pair -= high * lead;
-      beside = wide - lead, from = lead;
+      pair -= own * wide;
+      over = others, most = 1;  // all columns of the rows that arrive first
     }
 #endif
-    int32_t band = pair / (band_pairs * beside), in_band = pair % (band_pairs * beside);
-    int32_t here = over - band * band_pairs < band_pairs ? over - band * band_pairs : band_pairs;
-    int32_t place = band * band_pairs + in_band % here;
-    column = from + in_band / here;
+    int32_t band = pair / (most * wide), in_band = pair % (most * wide);
+    int32_t here = over - band * most < most ? over - band * most : most;
+    int32_t place = band * most + in_band % here;
+    column = in_band / here;
 #if FED
-    place = params.fed.first + (is_other ? own + by_arrival(params.fed, others, place) : place);
+    place = params.fed.first + (is_own ? place : own + by_arrival(params.fed, others, place));
     if (place >= high) place -= high;
 #endif
     row = place * 2 * TILE_ROWS;
@@ -236,9 +225,6 @@ KERNEL(THREADS, 1) joint_mm(GRID_CONSTANT JointMmParams params) {
       mbarrier_init(&shared.full[stage], 1);
       mbarrier_init(&shared.empty[stage], 2 * 4 * CONSUMERS);
     }
-#if FED
-    for (int32_t piece = 0; piece < PIECES; piece++) mbarrier_init(&shared.arrived[piece], 1);
-#endif
     mbarrier_init_fence();
   }
   cluster_sync();
@@ -246,7 +232,8 @@ KERNEL(THREADS, 1) joint_mm(GRID_CONSTANT JointMmParams params) {
     fewer_registers<40>();
     if (threadIdx.x == 0) fill(params, shared, rank);
 #if FED
-    if (threadIdx.x == 32) send_rows<PIECES>(params.fed, params.rows, params.depth * 2, shared.pieces[0], shared.arrived);
+    const int32_t warp = first_lanes((int32_t)threadIdx.x / 32);
+    if (warp > 0 && warp <= fed_senders(params.fed)) send_rows(params.fed, params.rows, params.depth * 2);
 #endif
   } else {
     more_registers<232>();

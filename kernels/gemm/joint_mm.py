@@ -21,11 +21,10 @@ from typing import Literal
 import torch
 
 from tw_compile import compat
-from tw_compile.kernels.gemm.fed import FedParams, FedRows, pieces_bytes
+from tw_compile.kernels.gemm.fed import FedParams, FedRows
 from tw_compile.kernels.runtime.launch import Kernel, prepare
-from tw_compile.kernels.runtime.program import FULL_SHARED_BYTES, Program, arch_of, compile_all
+from tw_compile.kernels.runtime.program import Program, arch_of, compile_all
 from tw_compile.kernels.runtime.wgmma import BOX_COLUMNS, CAPABILITY, TensorMap, has_instructions, tensor_map
-from tw_compile.planning.fed_order import lead_columns
 from tw_compile.planning.joint_tiles import MOST_JOINT, WIDTHS, tiling
 
 _TILE_ROWS, _TILE_DEPTH = 128, BOX_COLUMNS
@@ -151,8 +150,7 @@ def _launch(
     for index, bias in enumerate(biases):
         params.biases[index] = bias.data_ptr()
     if fed is not None:
-        lead = lead_columns(rows, depth, fed.world_size, fed.own_pairs()[1], tiles.width, clusters)
-        params.fed = fed.params(lead)
+        params.fed = fed.params()
     loaded = (
         kernel_on(a.device, tiles.width, form)
         if fed is None
@@ -163,16 +161,15 @@ def _launch(
         stream=compat.current_stream(a.device).cuda_stream,
         grid=2 * min(clusters, tiles.whole + tiles.narrow + tiles.low),
         block=_THREADS,
-        shared_bytes=shared_bytes(tiles.width, fed is not None),
+        shared_bytes=shared_bytes(tiles.width),
         cluster=2,
     )
 
 
-def shared_bytes(width: int, fed: bool = False) -> int:
-    """Bytes of ``Shared`` in joint_mm.cu: as many stages as fit in an SM, two barriers per stage, pieces of rows to send."""
+def shared_bytes(width: int) -> int:
+    """Bytes of ``Shared`` in joint_mm.cu: as many stages as fit in an SM, and two barriers per stage."""
     stage = (_TILE_ROWS + width) * _TILE_DEPTH * 2
-    stages = 225 * 1024 // stage * (stage + 16)
-    return stages + (pieces_bytes(FULL_SHARED_BYTES - stages) if fed else 0)
+    return 225 * 1024 // stage * (stage + 16)
 
 
 def joint_mm_program(width: int, form: Form) -> Program:

@@ -2,27 +2,27 @@
 // the peers' rows.
 //
 // The kernel before the GEMM (push.cu with FED=1) has left this rank's rows in this rank's part of the slot's memory. In each
-// CTA of the GEMM one thread copies rows from there to the peers' parts, in chunks that the CTAs claim in turn. Meanwhile other
-// threads multiply. Rows are counted in blocks of FED_BLOCK rows. A peer has a flag for each rank and block. When all of a
-// rank's rows of a block have gone to the peer, this flag gets the number of the call. A thread that loads rows of a peer waits
-// for the peer's flag first.
+// CTA of the GEMM a few warps copy rows from there to the peers' parts, one row after the other, which the warps of all CTAs
+// claim in turn. Meanwhile other threads multiply. Rows are counted in blocks of FED_BLOCK rows. A peer has a flag for each rank
+// and block. When all of a rank's rows of a block have gone to the peer, this flag gets the number of the call. A thread that
+// loads rows of a peer waits for the peer's flag first.
 //
-// Order. A thread waits until the copies of its chunk are complete (bulk_wait), and executes a fence for the async proxy. Then
-// it adds the chunk's rows to done[block]. That addition acquires and releases, so the thread that completes the block knows of
-// all chunks. It stores the flag with a release at system scope, which orders all copies before the flag. The reader acquires
-// the flag. It executes a fence before its loads, because the async proxy makes these loads.
+// Order. Each lane of a warp executes a fence behind its stores of a row, and the warp's lanes meet. Then one lane adds the row to
+// done[block]. That addition acquires and releases, so the lane that completes the block knows of all its rows. It stores the
+// flag with a release at system scope, which orders all stores before the flag. The reader acquires the flag. It executes a
+// fence before its loads, because the async proxy makes these loads.
 //
 // No row is overwritten while a rank still reads it. In call k+1 of the slot, two kinds of kernels write rows of this rank's
 // part. This rank's own kernel writes when sums of call k+1 from all ranks have come. The peers' GEMMs write rows to which all
 // ranks have added in call k+1. So every rank has begun call k+1 before any rank writes a row of call k+1. A rank begins call
-// k+1 when all earlier work on its stream has ended. That includes the GEMM of call k, with its loads and its copies to peers.
+// k+1 when all earlier work on its stream has ended. That includes the GEMM of call k, with its loads and its stores to peers.
 // The same holds where calls before and after are not fed: a slot's buffer "fed" belongs to fed calls alone.
 //
 // Flags need no reset. All ranks make the same fed calls on a slot, so the numbers of calls only grow, and are the same on all
 // ranks. They are compared by the sign of the difference. A flag can't be ahead, because the next number is written in the next
 // call. The number lives in device memory, so replays of CUDA graphs count on. A second GEMM of a call finds all flags set.
 //
-// Progress. A rank's rows are sent by whichever of its CTAs run, and the sending thread waits for no peer. So if one cluster of
+// Progress. A rank's rows are sent by whichever of its CTAs run, and a sending warp waits for no peer. So if one cluster of
 // the GEMM runs on every rank, all rows arrive and all waits end. Then the other clusters run. Every rank reaches its GEMM: the
 // kernel before it waits only for sums of the peers. The peers' kernels of the same call send the sums of a turn before they
 // wait in that turn.
@@ -32,17 +32,14 @@
 #include "primitives.cuh"
 
 inline constexpr int32_t FED_BLOCK = 128;  // rows that share a flag; no tile of the GEMM lies in two blocks
-inline constexpr int32_t FED_CHUNK = 4;    // rows that a CTA sends at a time; no chunk lies in two blocks
 inline constexpr int32_t FED_BLOCKS = 512, FED_RANKS = 8;
-inline constexpr int32_t FED_PIECE = 2048;  // bytes that one bulk copy moves
 inline constexpr int64_t FED_ROWS = FED_RANKS * FED_BLOCKS * 4;  // bytes before the rows: flags [FED_RANKS, FED_BLOCKS]
 inline constexpr int32_t FED_PHASE = 4;
-static_assert(FED_BLOCK % FED_CHUNK == 0, "chunks fill blocks");
 
 // The state of this rank's fed calls; all zeros at first.
 struct FedState {
   uint32_t call;              // the number of the latest call
-  uint32_t claimed;           // chunks of the latest call that CTAs have claimed
+  uint32_t claimed;           // rows of the latest call that warps have claimed
   uint32_t done[FED_BLOCKS];  // rows of this rank that have been sent, for each block that is not complete
 };
 
@@ -54,13 +51,12 @@ struct FedParams {
   int32_t world;
   int32_t first;      // the first pair of tiles over each other that has rows of this rank alone
   int32_t own;        // how many such pairs there are
-  int32_t lead;       // columns of tiles in which these pairs come before all others
-  int32_t unused[5];  // to 64 bytes
+  int32_t unused[6];  // to 64 bytes
 };
 
-// The pairs that are not this rank's own are numbered from its last own pair on, around the end of the rows. Each peer owns about
-// as many. The peers send at the same time, each from its first row on. So pairs are taken from all peers in turn. Returns the
-// number of the pair at place `at` of `others`.
+// Pairs that are not this rank's own are numbered from its last own pair on, past the end of the rows to their begin. Each peer
+// owns about as many. The peers send at the same time, each from its first row on, so pairs of all peers are taken in turn. Returns
+// the number of the pair at place `at` of `others`.
 DEVICE int32_t by_arrival(const FedParams& fed, int32_t others, int32_t at) {
   const int32_t peers = fed.world - 1, peer = at % peers, more = others % peers;
   return peer * (others / peers) + (peer < more ? peer : more) + at / peers;
@@ -94,52 +90,47 @@ DEVICE void await_rows(const FedParams& fed, uint32_t call, int32_t rows, int32_
   fence_proxy_async();
 }
 
-// One thread sends this rank's rows to the peers, except for chunks that other CTAs have claimed. `pieces`: shared memory for
-// PIECES pieces. `arrived`: an mbarrier for each piece, of one arrival.
-template <int PIECES>
-DEVICE void send_rows(const FedParams& fed, int32_t rows, int32_t row_bytes, uint8_t* pieces, uint64_t* arrived) {
-  constexpr int32_t AHEAD = PIECES - 2;  // pieces between loading a piece and sending it
-  static_assert(AHEAD > 0, "some are loaded while others are sent");
+// Warps of each CTA that send rows. A warp stores what it loads to all peers. Larger groups have fewer warps: with more stores
+// under way than the links take, the GEMM's own loads became slower.
+DEVICE int32_t fed_senders(const FedParams& fed) { return fed.world == 2 ? 3 : 1; }
+
+// A warp sends this rank's rows to the peers, except for rows that other warps have claimed.
+DEVICE void send_rows(const FedParams& fed, int32_t rows, int32_t row_bytes) {
+  constexpr int32_t LOADS = 4, LANE_BYTES = 16, WARP_BYTES = 32 * LANE_BYTES;  // loads of each lane that are under way
   const int32_t share = fed_share(fed, rows), begin = least_of(fed.rank * share, rows), end = least_of(begin + share, rows);
-  const int32_t first = begin / FED_CHUNK, chunks = (end + FED_CHUNK - 1) / FED_CHUNK - first;
   const uint8_t* const own = fed.memory[fed.rank];
+  const int32_t lane = threadIdx.x % 32;
   const uint32_t call = fed.state->call;
-  if (begin == end) return;
-  for (int32_t loaded = 0;;) {
-    const int32_t chunk = (int32_t)fetch_add_gpu(&fed.state->claimed, 1);
-    if (chunk >= chunks) return;
-    int32_t from = (first + chunk) * FED_CHUNK, to = least_of(from + FED_CHUNK, end);
-    if (from < begin) from = begin;
-    const int64_t at = FED_ROWS + (int64_t)from * row_bytes;
-    const int32_t bytes = (to - from) * row_bytes, count = (bytes + FED_PIECE - 1) / FED_PIECE;
-    for (int32_t i = 0; i < count + AHEAD; i++) {
-      if (i < count) {
-        const int32_t piece = (loaded + i) % PIECES, size = least_of(FED_PIECE, bytes - i * FED_PIECE);
-        bulk_wait_read<PIECES - AHEAD - 1>();  // the copies have read the earlier contents of this piece
-        mbarrier_arrive_expect(&arrived[piece], size);
-        bulk_load(pieces + piece * FED_PIECE, own + at + i * FED_PIECE, size, &arrived[piece]);
+  for (;;) {
+    int32_t claimed = 0;
+    if (lane == 0) claimed = (int32_t)fetch_add_gpu(&fed.state->claimed, 1);
+    const int32_t row = begin + first_lanes(claimed);
+    if (row >= end) return;
+    const int64_t at = FED_ROWS + (int64_t)row * row_bytes;
+    for (int32_t offset = lane * LANE_BYTES; offset < row_bytes; offset += LOADS * WARP_BYTES) {
+      uint32_t w[LOADS][4];
+#pragma unroll
+      for (int32_t i = 0; i < LOADS; i++) {
+        if (offset + i * WARP_BYTES < row_bytes) load_global(w[i], own + at + offset + i * WARP_BYTES);
       }
-      if (i >= AHEAD) {
-        const int32_t sent = i - AHEAD, piece = (loaded + sent) % PIECES;
-        const int32_t size = least_of(FED_PIECE, bytes - sent * FED_PIECE);
-        while (!mbarrier_try_wait(&arrived[piece], (loaded + sent) / PIECES & 1)) {
+      for (int32_t step = 1; step < fed.world; step++) {
+        uint8_t* const to = fed.memory[(fed.rank + step) % fed.world] + at + offset;
+#pragma unroll
+        for (int32_t i = 0; i < LOADS; i++) {
+          if (offset + i * WARP_BYTES < row_bytes) store_global(to + i * WARP_BYTES, w[i]);
         }
-        for (int32_t step = 1; step < fed.world; step++) {
-          bulk_store(fed.memory[(fed.rank + step) % fed.world] + at + sent * FED_PIECE, pieces + piece * FED_PIECE, size);
-        }
-        bulk_commit();
       }
     }
-    loaded += count;
-    bulk_wait();
-    fence_proxy_async();
-    const int32_t block = from / FED_BLOCK * FED_BLOCK, block_end = least_of(block + FED_BLOCK, end);
+    fence_sys();
+    warp_sync();
+    if (lane > 0) continue;
+    const int32_t block = row / FED_BLOCK * FED_BLOCK, block_end = least_of(block + FED_BLOCK, end);
     const int32_t wanted = block_end - (block < begin ? begin : block);
-    uint32_t* const done = &fed.state->done[from / FED_BLOCK];
-    if ((int32_t)fetch_add_gpu(done, to - from) + to - from == wanted) {
+    uint32_t* const done = &fed.state->done[row / FED_BLOCK];
+    if ((int32_t)fetch_add_gpu(done, 1) + 1 == wanted) {
       *done = 0;  // for the next call
       for (int32_t step = 1; step < fed.world; step++) {
-        store_release_sys(fed_flag(fed, (fed.rank + step) % fed.world, fed.rank, from), call);
+        store_release_sys(fed_flag(fed, (fed.rank + step) % fed.world, fed.rank, row), call);
       }
     }
   }

@@ -9,7 +9,7 @@ from torch import nn
 
 from tw_compile.models.config import config_from_dict
 from tw_compile.models.decoder import build_decoder
-from tw_compile.passes import feed
+from tw_compile.planning import feeding
 from tw_compile.report import collect_reports
 from tw_compile.testing import GlooRanks, compare_on_gloo
 
@@ -19,7 +19,7 @@ FROM_TOKENS = 64
 
 def qwen(rank: int) -> nn.Module:
     """Its queries, keys and values have biases. It is the first that a rank is asked for."""
-    feed.FED_FROM_TOKENS = FROM_TOKENS
+    feeding.tokens_to_send = feeding.tokens_to_fill = lambda *_: FROM_TOKENS  # type: ignore[assignment]
     config = config_from_dict({**FAMILIES["qwen2"], "hidden_size": 64, "intermediate_size": 128})
     return build_decoder(config, device="cpu", dtype=torch.bfloat16)
 

@@ -12,8 +12,7 @@ from emulator.test_fed_kernels import LONG, WRAPS, check
 
 SEEDS = range(8)
 POLL = "while ((int32_t)(load_acquire_sys(flag) - call) < 0) {"
-COMPLETE = "    bulk_wait();\n"
-ADDED = "if ((int32_t)fetch_add_gpu(done, to - from) + to - from == wanted) {"
+ADDED = "if ((int32_t)fetch_add_gpu(done, 1) + 1 == wanted) {"
 
 FED: dict[str, Changes] = {
     "reads rows that have not arrived": ((POLL, "while (false) {"),),
@@ -21,25 +20,28 @@ FED: dict[str, Changes] = {
     "does not fence before it loads": (("    }\n  }\n  fence_proxy_async();\n}", "    }\n  }\n}"),),
     "waits for another block": (("fed_flag(fed, fed.rank, owner, row)", "fed_flag(fed, fed.rank, owner, 0)"),),
     "waits for the first owner alone": (("owner * share < end; owner++", "owner == row / share; owner++"),),
-    "announces rows that are on their way": ((COMPLETE, "    bulk_wait_read<0>();\n"),),
-    "announces a block with its first chunk": ((ADDED, f"{ADDED[:-3]} || true) {{"),),
+    "counts a row that other lanes still store": (("    warp_sync();\n", ""),),
+    "announces a block with its first row": ((ADDED, f"{ADDED[:-3]} || true) {{"),),
     "counts rows of the call before": (("      *done = 0;  // for the next call\n", ""),),
     "wants rows of other ranks in a block": (("(block < begin ? begin : block)", "block"),),
-    "sends rows of the rank before": (("    if (from < begin) from = begin;\n", ""),),
 }
-PIECES: dict[str, Changes] = {
-    "loads over a piece that is being sent": (("bulk_wait_read<PIECES - AHEAD - 1>()", "bulk_wait_read<PIECES>()"),),
-    "sends pieces that have not arrived": (("(loaded + sent) / PIECES & 1)) {", "1)) {"),),
+LONG_ROWS: dict[str, Changes] = {
+    "sends lanes' bytes beyond the row's end": (
+        ("          if (offset + i * WARP_BYTES < row_bytes) store", "          store"),
+    ),
+    "sends the first step alone": (("offset += LOADS * WARP_BYTES", "offset += row_bytes"),),
+}
+THREE_RANKS: dict[str, Changes] = {
+    "takes one pair of each peer alone": ((" + at / peers;", ";"),),
+    "has no room for what does not divide by the peers": ((" + (peer < more ? peer : more)", ""),),
 }
 PUSH: dict[str, Changes] = {
     "calls have one number": (("add_relaxed_gpu(&p.fed->call, 1);", "p.fed->call = 1;"),),
-    "chunks stay claimed": (("      p.fed->claimed = 0;\n", ""),),
+    "rows stay claimed": (("      p.fed->claimed = 0;\n", ""),),
 }
 GEMM: dict[str, Changes] = {
-    "pairs of other ranks are its own again": (("    if (!own) pair -= params.fed.own * wide;\n", ""),),
-    "pairs beyond the last are not the first": (
-        ("    if (row >= high * 2 * TILE_ROWS) row -= high * 2 * TILE_ROWS;\n", ""),
-    ),
+    "pairs of other ranks are its own again": (("      pair -= own * wide;\n", ""),),
+    "pairs beyond the last are not the first": (("    if (place >= high) place -= high;\n", ""),),
     "loads before it has waited": (("    await_rows(params.fed, call,", "    if (0) await_rows(params.fed, call,"),),
 }
 BROKEN = [
@@ -55,6 +57,10 @@ def run_long(source: Path, seed: int) -> None:
     check(source, seed, [17], hidden_size=LONG)
 
 
+def run_three(source: Path, seed: int) -> None:
+    check(source, seed, [900], world_size=3)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("file", "name"), BROKEN, ids=[name for _, name in BROKEN])
 def test_a_broken_copy_is_caught(file: str, name: str, tmp_path: Path) -> None:
@@ -63,9 +69,15 @@ def test_a_broken_copy_is_caught(file: str, name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", PIECES)
+@pytest.mark.parametrize("name", LONG_ROWS)
 def test_a_broken_copy_of_long_rows_is_caught(name: str, tmp_path: Path) -> None:
-    check_caught(run_long, sources(tmp_path, "fed.cuh", PIECES[name]), SEEDS)
+    check_caught(run_long, sources(tmp_path, "fed.cuh", LONG_ROWS[name]), SEEDS)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", THREE_RANKS)
+def test_a_broken_copy_with_three_ranks_is_caught(name: str, tmp_path: Path) -> None:
+    check_caught(run_three, sources(tmp_path, "fed.cuh", THREE_RANKS[name]), SEEDS)
 
 
 @pytest.mark.full
@@ -73,3 +85,4 @@ def test_the_copies_are_right_but_for_their_changes(tmp_path: Path) -> None:
     for seed in SEEDS:
         run(sources(tmp_path), seed)
         run_long(sources(tmp_path), seed)
+    run_three(sources(tmp_path), 0)

@@ -13,8 +13,8 @@ from emulator import EmulationError
 from emulator.fed import FORM, FedMachine, sources
 from emulator.kernels import PushMachine
 
-LONG = 4096
-"""A chunk of such rows is sent in 16 pieces, of which 8 have room."""
+LONG = 4160
+"""Columns of a row that a warp sends in five steps. In the last one not all lanes have something to send."""
 WRAPS = 2**32 - 2
 """Calls before, so that the numbers of the next ones pass 2**32."""
 
@@ -45,7 +45,7 @@ def check(
 
 @pytest.mark.parametrize("tokens", [1, 2, 7, 128, 129, 255, 300, 385, 513, 640])
 def test_two_ranks_have_all_rows_and_the_products(source: Path, tokens: int) -> None:
-    """Rows of both in one block, in one chunk, in low tiles, of one rank alone."""
+    """Rows of both in one block, in low tiles, of one rank alone."""
     check(source, tokens, [tokens])
 
 
@@ -60,7 +60,7 @@ def test_rows_have_the_bits_of_those_that_push_hands_out(source: Path) -> None:
         assert torch.equal(own, other)
 
 
-@pytest.mark.parametrize("tokens", [1, 50, 260, 385])
+@pytest.mark.parametrize("tokens", [1, 50, 260, 385, 900])
 def test_three_ranks_have_all_rows_and_the_products(source: Path, tokens: int) -> None:
     """A block may have rows of all three."""
     check(source, tokens, [tokens], world_size=3)
@@ -78,7 +78,7 @@ def test_one_cluster_on_each_rank_is_enough(source: Path, seed: int) -> None:
     check(source, seed, [513, 260], resident=2)
 
 
-def test_a_chunk_may_have_more_pieces_than_there_is_room_for(source: Path) -> None:
+def test_rows_of_several_steps_are_sent_whole(source: Path) -> None:
     check(source, 0, [9, 17], hidden_size=LONG)
 
 

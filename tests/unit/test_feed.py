@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.fx as fx
 from graph_builder import copy_of
+from hypothesis import given
+from hypothesis import strategies as st
 from split_graphs import FUSED, WORLD_SIZE, family_graph, random_values, run_alone, sizes_of_symbols
 from torch._inductor import config as inductor_config
 
@@ -28,6 +30,7 @@ from tw_compile.passes.fusion import FusionDecisions
 from tw_compile.passes.reasons import FeedRefusal
 from tw_compile.passes.split import SplitReport
 from tw_compile.passes.split.schedule.dependences import argument, find_calls
+from tw_compile.planning import feeding
 from tw_compile.report import Site
 from tw_compile.testing import Rewritten, fake_cuda, fake_process_group, rewrite
 from tw_compile.testing.graphs import find_ops
@@ -51,7 +54,13 @@ def group() -> Iterator[None]:
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages of all sizes are fed."""
-    monkeypatch.setattr(feed, "FED_FROM_TOKENS", 1)
+    fed_from(monkeypatch, 1)
+
+
+def fed_from(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    """All GEMMs are fed from ``tokens`` tokens on."""
+    for name in ("tokens_to_send", "tokens_to_fill"):
+        monkeypatch.setattr(feeding, name, lambda *_: tokens)
 
 
 @cache
@@ -213,27 +222,58 @@ def test_the_report_says_what_is_fed(short: None) -> None:
 
 
 def rewritten(tokens: int, config: Config | None = None, **options: Any) -> Rewritten:
-    """What the passes make of two layers on two Hopper GPUs: of a prefill with ``tokens`` tokens, by default."""
+    """What the passes make of two layers of Llama-3.1-8B on two Hopper GPUs: of a prefill with ``tokens`` tokens, by default."""
     with fake_cuda():
-        decoder = build_decoder(load_config("tiny-llama"), device="cuda", dtype=BF16, num_layers=2)
+        decoder = build_decoder(load_config("llama-3.1-8b"), device="cuda", dtype=BF16, num_layers=2)
         ids = torch.zeros(1, tokens, dtype=torch.long, device="cuda")
         return rewrite(decoder, (ids,), config=config or Config(strict=True), **options)
+
+
+def fed_tokens(found: Rewritten) -> list[int]:
+    """From which number of tokens on each call is fed."""
+    calls = find_calls(found.after.graph)
+    assert isinstance(calls, list)
+    return [argument(call.start, "feed_from") for call in calls]
 
 
 def test_long_prefills_are_fed_by_default() -> None:
     found = rewritten(4096)
     assert found.report.fed == {"fed": 4, FeedRefusal.RESIDUAL_ON_ALL_RANKS: 1}
     assert len(find_ops(found.after.graph, "fed_gated_mm")) == len(find_ops(found.after.graph, "fed_joint_mm")) == 2
+    assert fed_tokens(found) == [3072, 2048, 3072, 2048, 0]
 
 
-def test_shorter_prefills_are_not_fed_and_no_site_says_more_than_the_name() -> None:
+def test_shorter_prefills_feed_the_gemms_that_have_own_tiles_enough() -> None:
     found = rewritten(2048)
+    assert found.report.fed == {"fed": 2, FeedRefusal.MESSAGE_TOO_SMALL: 2, FeedRefusal.RESIDUAL_ON_ALL_RANKS: 1}
+    assert not find_ops(found.after.graph, "fed_joint_mm") and fed_tokens(found) == [0, 2048, 0, 2048, 0]
+    details = {site.feed_detail for site in found.report.sites if site.feed_refusal == FeedRefusal.MESSAGE_TOO_SMALL}
+    assert details == {"2048 < 3072 tokens, which these GEMMs need to be busy while rows arrive"}
+
+
+def test_short_prefills_are_not_fed_and_no_site_says_more_than_the_name() -> None:
+    found = rewritten(1024)
     assert found.report.counts["fused"] == 5 and found.report.fed == {FeedRefusal.MESSAGE_TOO_SMALL: 5}
     assert not find_ops(found.after.graph, "fed_gated_mm") and not find_ops(found.after.graph, "fed_joint_mm")
-    assert {site.feed_detail for site in found.report.sites} == {"2048 < 4096 tokens"}
-    unasked = rewritten(2048, Config(strict=True, feed_mm="never")).report
+    assert {site.feed_detail for site in found.report.sites} == {"1024 < 2048 tokens"}
+    unasked = rewritten(1024, Config(strict=True, feed_mm="never")).report
     assert [site.detail for site in found.report.sites] == [site.detail for site in unasked.sites]
     assert not unasked.fed
+
+
+@given(
+    st.sampled_from([1024, 2880, 4096, 8192]),
+    st.lists(st.integers(8, 40000), min_size=1, max_size=3),
+    st.integers(2, 8),
+)
+def test_gemms_are_fed_from_a_wave_of_own_tiles_and_8_mib_on(hidden: int, columns: list[int], world_size: int) -> None:
+    def suits(tokens: int) -> tuple[bool, bool]:
+        own = tokens // world_size // 256 * sum(-(-one // 256) for one in columns)
+        return tokens * (world_size - 1) * hidden * 2 >= 2**23 * world_size, own >= 66
+
+    send, fill = feeding.tokens_to_send(hidden, world_size), feeding.tokens_to_fill(columns, world_size)
+    assert suits(send)[0] and not suits(send - 1)[0]
+    assert suits(fill)[1] and not suits(fill - 1)[1]
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
@@ -255,7 +295,7 @@ def test_a_graph_for_few_tokens_too_is_fed_where_our_kernel_computes_its_gemms_a
 
 
 def test_a_range_of_tokens_that_ends_earlier_is_not_fed(short: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed, "FED_FROM_TOKENS", 4096)
+    fed_from(monkeypatch, 4096)
     found = feed_gemms(graph_of(dynamic=True), (1, 4095), lambda gemms, rows, device: (64,)).values()
     refused = [feed._refused(one) for one in found]
     assert {one and one.reason for one in refused} == {FeedRefusal.MESSAGE_TOO_SMALL}
@@ -263,22 +303,24 @@ def test_a_range_of_tokens_that_ends_earlier_is_not_fed(short: None, monkeypatch
 
 def test_ranks_feed_what_the_first_of_them_feeds(short: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank whose own matrices don't suit runs the same form of the call, and one whose do leaves them where others can't."""
-    asked: list[tuple[str, list[int]]] = []
+    asked: list[tuple[str, dict[int, int]]] = []
 
-    def first_feeds(sites: list[int]) -> None:
+    def first_feeds(sites: dict[int, int]) -> None:
         monkeypatch.setattr(feed, "agreed", lambda key, own: asked.append((key, own())) or sites)
 
-    def form(graph: fx.Graph) -> tuple[list[int], int]:
+    def form(graph: fx.Graph) -> tuple[dict[int, int], int]:
         calls = find_calls(graph)
         assert isinstance(calls, list)
         from_tokens = [argument(call.start, "feed_from") for call in calls]
-        return [site for site, tokens in enumerate(from_tokens) if tokens], len(find_ops(graph, "fed_gated_mm"))
+        return {site: tokens for site, tokens in enumerate(from_tokens) if tokens}, len(find_ops(graph, "fed_gated_mm"))
 
-    first_feeds([0, 1, 2])
+    first_feeds({0: 5, 1: 6, 2: 5})
     suits, doesnt = graph_of(), graph_of(intermediate_size=132)
     assert reasons(suits)[:4] == ["fed", "fed", "fed", FeedRefusal.GEMM_NOT_OURS]
     found = feed_gemms(doesnt, None)
-    assert form(suits) == ([0, 1, 2], 1) and form(doesnt) == ([0, 1, 2], 0), "the same form of each call"
+    assert form(suits) == ({0: 5, 1: 6, 2: 5}, 1) and form(doesnt) == ({0: 5, 1: 6, 2: 5}, 0), (
+        "the same form of each call"
+    )
     assert [site for site, one in found.items() if isinstance(one, feed.NotHere) and one.follows] == [1]
     (key, own), *_, (other_key, other) = asked
     assert key == other_key and set(other) < set(own)
@@ -359,8 +401,8 @@ def test_opcheck(monkeypatch: pytest.MonkeyPatch, operator: Any) -> None:
 def test_generated_code_runs_fed_gemms_before_the_wait() -> None:
     """Inductor orders them by what is written: the wait writes what the GEMM reads."""
     with fake_cuda():
-        decoder = build_decoder(load_config("tiny-llama"), device="cuda", dtype=BF16, num_layers=2)
-        ids = torch.zeros(1, feed.FED_FROM_TOKENS, dtype=torch.long, device="cuda")
+        decoder = build_decoder(load_config("llama-3.1-8b"), device="cuda", dtype=BF16, num_layers=2)
+        ids = torch.zeros(1, 4096, dtype=torch.long, device="cuda")
         config = Config(strict=True, split="off")
         code = compat.inductor_code(decoder, (ids,), TWCompilePass(config), "cuda", None, {})
     lines = [line for line in code.splitlines() if not line.strip().startswith("#")]
