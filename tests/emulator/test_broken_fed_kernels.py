@@ -40,7 +40,7 @@ PUSH: dict[str, Changes] = {
     "rows stay claimed": (("      p.fed->claimed = 0;\n", ""),),
 }
 GEMM: dict[str, Changes] = {
-    "pairs of other ranks are its own again": (("      pair -= own * wide;\n", ""),),
+    "pairs of other ranks are its own again": (("own + by_arrival(", "by_arrival("),),
     "pairs beyond the last are not the first": (("    if (place >= high) place -= high;\n", ""),),
     "loads before it has waited": (("    await_rows(params.fed, call,", "    if (0) await_rows(params.fed, call,"),),
 }

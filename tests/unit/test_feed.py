@@ -222,7 +222,7 @@ def test_the_report_says_what_is_fed(short: None) -> None:
 
 
 def rewritten(tokens: int, config: Config | None = None, **options: Any) -> Rewritten:
-    """What the passes make of two layers of Llama-3.1-8B on two Hopper GPUs: of a prefill with ``tokens`` tokens, by default."""
+    """What the passes make of two layers of Llama-3.1-8B on two Hopper GPUs, for a prefill of ``tokens`` tokens."""
     with fake_cuda():
         decoder = build_decoder(load_config("llama-3.1-8b"), device="cuda", dtype=BF16, num_layers=2)
         ids = torch.zeros(1, tokens, dtype=torch.long, device="cuda")
