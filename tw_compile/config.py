@@ -56,9 +56,9 @@ class Config:
             ``never`` depend on neither condition.
         feed_mm: Whether the GEMMs that read a fused norm's result (q, k and v; gate and up) begin with the rows that their
             rank has, and take the other ranks' rows as they arrive: ``auto`` or ``never``. ``auto``: where that is proven to
-            be right, in graphs that are not split, over ``p2p`` between two Hopper GPUs, and from 4096 tokens on
-            (:class:`tw_compile.passes.reasons.FeedRefusal` names what keeps a site from being fed). Layers of fewer tokens
-            were slower with it.
+            be right, in graphs that are not split, over ``p2p`` between two Hopper GPUs, and with tokens enough
+            (:class:`tw_compile.passes.reasons.FeedRefusal` names what keeps a site from being fed). With fewer tokens GEMMs
+            would wait for rows longer than the call gains.
         thresholds: The tables that say at which sizes fusing pays: ``auto`` takes the shipped tables and the user's, ``off``
             fuses all sizes, else a TOML file that takes precedence over these tables (``tw_compile.gating``). Unused where
             ``transport`` insists on a transport.
