@@ -85,19 +85,24 @@ def feed_gemms(
     tokens: TokenRange | None,
     measure: Measure | None = None,
     capability: tuple[int, int] | None = None,
+    always: bool = False,
 ) -> Found:
     """Feed what :func:`find_feedable` finds and all ranks feed. Return what was found."""
-    return _feed_all(agreed_on(find_feedable(graph, tokens, capability, measure), tokens))
+    return _feed_all(agreed_on(find_feedable(graph, tokens, capability, always, measure), tokens))
 
 
 def find_feedable(
-    graph: fx.Graph, tokens: TokenRange | None, capability: tuple[int, int] | None, measure: Measure | None = None
+    graph: fx.Graph,
+    tokens: TokenRange | None,
+    capability: tuple[int, int] | None,
+    always: bool = False,
+    measure: Measure | None = None,
 ) -> Found:
     """What can be fed behind each fused call on this rank.
 
     ``tokens`` are the token counts that the graph serves; None: any. ``capability`` is that of the GPUs; None on a machine
     without GPUs. ``measure`` (None: :func:`measured_turns`) says for which numbers of rows our kernel is faster where rows are
-    not fed.
+    not fed. ``always``: whatever the numbers of tokens and ranks.
     """
     calls = find_calls(graph)
     if isinstance(calls, SplitRefused):
@@ -108,8 +113,10 @@ def find_feedable(
         site = annotation(call.start).get("site")
         if site is None or call.enters or call.leaves:
             continue
-        refused = _refused_whatever_reads(call, tokens, capability)
-        found[site] = _found_behind(call, place, tokens, measure or measured_turns) if refused is None else refused
+        refused = _refused_whatever_reads(call, tokens, capability, always)
+        found[site] = (
+            _found_behind(call, place, tokens, always, measure or measured_turns) if refused is None else refused
+        )
     return found
 
 
@@ -148,19 +155,19 @@ def _as_agreed(one: Feedable | NotHere | FeedRefused, feed_from: int) -> Feedabl
 
 
 def _refused_whatever_reads(
-    call: CommunicationCall, tokens: TokenRange | None, capability: tuple[int, int] | None
+    call: CommunicationCall, tokens: TokenRange | None, capability: tuple[int, int] | None, always: bool
 ) -> FeedRefused | None:
     """Why nothing is fed the result of ``call``, whatever reads it; None if GEMMs may be fed."""
     transport = argument(call.start, "transport")
     if not TRANSPORTS[transport].feeds:
         return FeedRefused(FeedRefusal.TRANSPORT_NOT_FED, f"transport {transport}")
     ranks = _ranks(call)
-    if ranks > FED_UP_TO_RANKS:
+    if ranks > FED_UP_TO_RANKS and not always:
         return FeedRefused(FeedRefusal.GROUP_TOO_LARGE, f"{ranks} > {FED_UP_TO_RANKS} ranks")
     if _result(call).device.type == "cuda" and capability not in (None, CAPABILITY):
         return FeedRefused(FeedRefusal.DEVICE_NOT_SUPPORTED, f"no GEMM for {capability} takes rows as they arrive")
     least, most = feeding.tokens_to_send(_result(call).shape[-1], ranks), _rows_of(call, tokens)[1]
-    if most is not None and most < least:
+    if most is not None and most < least and not always:
         return FeedRefused(FeedRefusal.MESSAGE_TOO_SMALL, f"{most} < {least} tokens")
     wire = argument(call.start, "wire")
     if wire != EXACT:
@@ -181,7 +188,7 @@ def _rows_of(call: CommunicationCall, tokens: TokenRange | None) -> tuple[int, i
 
 
 def _found_behind(
-    call: CommunicationCall, place: dict[fx.Node, int], tokens: TokenRange | None, measure: Measure
+    call: CommunicationCall, place: dict[fx.Node, int], tokens: TokenRange | None, always: bool, measure: Measure
 ) -> Feedable | NotHere | FeedRefused:
     gemms = _gemms_behind(call, place)
     if isinstance(gemms, FeedRefused):
@@ -189,10 +196,7 @@ def _found_behind(
     described = gemms_of(gemms)
     if described is None:
         return NotHere(call, FeedRefused(FeedRefusal.GEMM_NOT_OURS, "a matrix has a symbolic size"))
-    ranks = _ranks(call)
-    feed_from = max(
-        feeding.tokens_to_send(_result(call).shape[-1], ranks), feeding.tokens_to_fill(described.columns, ranks)
-    )
+    feed_from = 1 if always else _feed_from(call, described)
     least, most = _rows_of(call, tokens)
     if most is not None and most < feed_from:
         why = f"{most} < {feed_from} tokens, which these GEMMs need to be busy while rows arrive"
@@ -202,6 +206,11 @@ def _found_behind(
         why = f"from {least} tokens on, and with fewer than {feed_from} these GEMMs are better left as they are"
         return NotHere(call, FeedRefused(FeedRefusal.MESSAGE_TOO_SMALL, why))
     return Feedable(call, tuple(gemms), turns, feed_from)
+
+
+def _feed_from(call: CommunicationCall, gemms: Gemms) -> int:
+    ranks = _ranks(call)
+    return max(feeding.tokens_to_send(_result(call).shape[-1], ranks), feeding.tokens_to_fill(gemms.columns, ranks))
 
 
 def _gemms_behind(call: CommunicationCall, place: dict[fx.Node, int]) -> list[fx.Node] | FeedRefused:
@@ -292,9 +301,8 @@ def _run(graph: fx.Graph, context: Context) -> Outcome:
 
 
 def _found(graph: fx.Graph, context: Context) -> Found:
-    return agreed_on(
-        context.analysis(find_feedable, graph, context.tokens, context.gate.node.capability), context.tokens
-    )
+    capability, always = context.gate.node.capability, context.config.feed_mm == "always"
+    return agreed_on(context.analysis(find_feedable, graph, context.tokens, capability, always), context.tokens)
 
 
 def _changes(one: Feedable | NotHere | FeedRefused) -> bool:

@@ -24,7 +24,7 @@ WHY_NOT_INT4 = (
 )
 _MOST_DIGITS = 9
 _ABSORB_MM = ("auto", "always", "never")
-_FEED_MM = ("auto", "never")
+_FEED_MM = ("auto", "always", "never")
 _STEP_GRAPHS = ("off", "auto")
 _SPLIT_GEMM_SMS = ("auto", "off")
 _PREFETCH = ("auto", "off")
@@ -55,10 +55,10 @@ class Config:
             ``multimem``), and unless Inductor tunes matmuls (``max_autotune``, ``max_autotune_gemm``). ``always`` and
             ``never`` depend on neither condition.
         feed_mm: Whether the GEMMs that read a fused norm's result (q, k and v; gate and up) begin with the rows that their
-            rank has, and take the other ranks' rows as they arrive: ``auto`` or ``never``. ``auto``: where that is proven to
-            be right, in graphs that are not split, over ``p2p`` between two Hopper GPUs, and with tokens enough
+            rank has, and take the other ranks' rows as they arrive: ``auto``, ``always`` or ``never``. ``auto``: where that
+            is proven to be right, in graphs that are not split, over ``p2p`` between two Hopper GPUs, and with tokens enough
             (:class:`tw_compile.passes.reasons.FeedRefusal` names what keeps a site from being fed). With fewer tokens GEMMs
-            would wait for rows longer than the call gains.
+            would wait for rows longer than the call gains. ``always``: with any number of tokens and ranks, to measure it.
         thresholds: The tables that say at which sizes fusing pays: ``auto`` takes the shipped tables and the user's, ``off``
             fuses all sizes, else a TOML file that takes precedence over these tables (``tw_compile.gating``). Unused where
             ``transport`` insists on a transport.

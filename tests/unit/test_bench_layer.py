@@ -148,8 +148,9 @@ def test_what_a_variant_names_is_there(device: str, scope: Scope) -> None:
     """Variants are listed without torch. So they name what is compiled, and do not hold it."""
     spec = dataclasses.replace(SPEC, scope=scope, device=device, wires=("int8",), prefetch=("off", "64"))
     labels = tuple(one.label for one in variants(spec, 1024))
-    named = variants(dataclasses.replace(spec, only=(*labels, "fused-not-fed", "fused+split@768")), 1024)
-    extra = [label for label in ("fused-not-fed", "fused+split@768") if label not in labels]
+    requested = ("fused-not-fed", "fused-all-fed", "fused+split@768")
+    named = variants(dataclasses.replace(spec, only=(*labels, *requested)), 1024)
+    extra = [label for label in requested if label not in labels]
     assert [one.label for one in named] == [*labels, *extra]
     for one in named:
         assert isinstance(load(one.make_pass)(), CountAllReduces)
@@ -443,16 +444,17 @@ def test_table_names_the_baseline_the_reasons_and_who_failed() -> None:
     assert "FAILED  fused at 1024 tokens: numerics failed: hidden: error 2" in text and "PASSED" not in text
 
 
-def test_what_is_not_fed_takes_part_where_it_is_named() -> None:
-    named = dataclasses.replace(SPEC, only=("fused", "fused-not-fed", "fused-gemms-apart"))
+def test_what_is_not_fed_or_always_takes_part_where_it_is_named() -> None:
+    named = dataclasses.replace(SPEC, only=("fused", "fused-not-fed", "fused-all-fed", "fused-gemms-apart"))
     found = {one.label: Config(**one.config) for one in variants(named, 1024)}
     assert {label: config.feed_mm for label, config in found.items()} == {
         "fused": "auto",
         "fused-gemms-apart": "never",
         "fused-not-fed": "never",
+        "fused-all-fed": "always",
     }
     assert {config.split for config in found.values()} == {"off"}
-    assert "fused-not-fed" not in [one.label for one in variants(SPEC, 1024)]
+    assert not {"fused-not-fed", "fused-all-fed"} & {one.label for one in variants(SPEC, 1024)}
 
 
 def test_symmetric_memory_is_left_out_where_peers_are_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -276,6 +276,13 @@ def test_gemms_are_fed_from_a_wave_of_own_tiles_and_8_mib_on(hidden: int, column
     assert suits(fill)[1] and not suits(fill - 1)[1]
 
 
+def test_always_feeds_few_tokens_and_many_ranks_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "FED_UP_TO_RANKS", 1)
+    assert rewritten(64, Config(strict=True, feed_mm="auto")).report.fed == {FeedRefusal.GROUP_TOO_LARGE: 5}
+    found = rewritten(64, Config(strict=True, feed_mm="always"))
+    assert found.report.fed == {"fed": 4, FeedRefusal.RESIDUAL_ON_ALL_RANKS: 1} and fed_tokens(found) == [1, 1, 1, 1, 0]
+
+
 @pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
 def test_only_hopper_is_fed(capability: tuple[int, int]) -> None:
     config = Config(strict=True, transport="p2p")

@@ -89,7 +89,11 @@ PLANNED = LayerVariant("fused+split", "ours")
 """What a user gets by default."""
 SPLIT = (LayerVariant("split", "ours", config={"fuse": False}, halves=True), PLANNED)
 NOT_FED = LayerVariant("fused-not-fed", "ours", config=FUSED.config | {"feed_mm": "never"})
-"""``bench layer`` and ``bench model`` have it only where ``--only`` names it: except for long messages it is ``fused``."""
+"""Except for long messages it is ``fused``."""
+ALL_FED = LayerVariant("fused-all-fed", "ours", config=FUSED.config | {"feed_mm": "always"})
+"""With any number of tokens and ranks, to see from where on that gains."""
+ON_REQUEST = (NOT_FED, ALL_FED)
+"""They take part where ``--only`` names them."""
 GEMMS_APART = LayerVariant("fused-gemms-apart", "ours", config=NOT_FED.config | {"disable_passes": "join_gemms"})
 ALL_SMS = LayerVariant("fused+split-all-sms", "ours", config={"split_gemm_sms": "off"})
 SWEPT = f"{PLANNED.label}@"
@@ -190,7 +194,7 @@ def variants(spec: LayerSpec, tokens: int) -> list[LayerVariant]:
     else:
         known += [LayerVariant("inductor+gloo", "peer"), *([SCATTERED_ON_CPU] if sites else [])]
     known += [LayerVariant(NO_COMMUNICATION, "bound", DROP_SUMS)]
-    known += [NOT_FED] if not sites and NOT_FED.label in spec.only else []
+    known += [one for one in ON_REQUEST if one not in known and one.label in spec.only]
     places = _named_places(spec)
     check_labels([one.label for one in (*known, *map(_split_at, places))], spec.only)
     taken = with_labels(known, spec.only) + [_split_at(first) for first in places if first < tokens]
