@@ -88,7 +88,7 @@ def feed_gemms(
     always: bool = False,
 ) -> Found:
     """Feed what :func:`find_feedable` finds and all ranks feed. Return what was found."""
-    return _feed_all(agreed_on(find_feedable(graph, tokens, capability, always, measure), tokens))
+    return _feed_all(agreed_on(find_feedable(graph, tokens, capability, always, measure), tokens, always))
 
 
 def find_feedable(
@@ -120,8 +120,8 @@ def find_feedable(
     return found
 
 
-def agreed_on(found: Found, tokens: TokenRange | None) -> Found:
-    """``found``, with what the rank that came first feeds in the place of what this rank would.
+def agreed_on(found: Found, tokens: TokenRange | None, always: bool) -> Found:
+    """``found``, with what the rank that came first feeds, and from which number of tokens on, in the place of this rank's.
 
     The key has what all ranks find alike. A graph with the same key may get the decision of another one: then calls have a form
     that this graph did not need, but the same one on all ranks.
@@ -130,7 +130,7 @@ def agreed_on(found: Found, tokens: TokenRange | None) -> Found:
     if all(isinstance(one, FeedRefused) for one in found.values()):
         return found
     own = {site: one.feed_from for site, one in found.items() if isinstance(one, Feedable)}
-    key = hashlib.sha256(repr((alike, tokens)).encode()).hexdigest()[:32]
+    key = hashlib.sha256(repr((alike, tokens, always)).encode()).hexdigest()[:32]
     fed: dict[int, int] = agreed(f"fed/{key}", lambda: own)
     return {site: _as_agreed(one, fed.get(site, 0)) for site, one in found.items()}
 
@@ -302,7 +302,8 @@ def _run(graph: fx.Graph, context: Context) -> Outcome:
 
 def _found(graph: fx.Graph, context: Context) -> Found:
     capability, always = context.gate.node.capability, context.config.feed_mm == "always"
-    return agreed_on(context.analysis(find_feedable, graph, context.tokens, capability, always), context.tokens)
+    found = context.analysis(find_feedable, graph, context.tokens, capability, always)
+    return agreed_on(found, context.tokens, always)
 
 
 def _changes(one: Feedable | NotHere | FeedRefused) -> bool:

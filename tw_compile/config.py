@@ -58,7 +58,7 @@ class Config:
             rank has, and take the other ranks' rows as they arrive: ``auto``, ``always`` or ``never``. ``auto``: where that
             is proven to be right, in graphs that are not split, over ``p2p`` between two Hopper GPUs, and with tokens enough
             (:class:`tw_compile.passes.reasons.FeedRefusal` names what keeps a site from being fed). With fewer tokens GEMMs
-            would wait for rows longer than the call gains. ``always``: with any number of tokens and ranks, to measure it.
+            would wait for rows longer than the call gains. ``always``: with any number of tokens and ranks, to compare.
         thresholds: The tables that say at which sizes fusing pays: ``auto`` takes the shipped tables and the user's, ``off``
             fuses all sizes, else a TOML file that takes precedence over these tables (``tw_compile.gating``). Unused where
             ``transport`` insists on a transport.

@@ -2,15 +2,16 @@
 // the peers' rows.
 //
 // The kernel before the GEMM (push.cu with FED=1) has left this rank's rows in this rank's part of the slot's memory. In each
-// CTA of the GEMM a few warps copy rows from there to the peers' parts, one row after the other, which the warps of all CTAs
-// claim in turn. Meanwhile other threads multiply. Rows are counted in blocks of FED_BLOCK rows. A peer has a flag for each rank
+// CTA of the GEMM a few warps copy rows from there to the peers' parts. The warps of all CTAs claim one row after the other.
+// Meanwhile other threads multiply. Rows are counted in blocks of FED_BLOCK rows. A peer has a flag for each rank
 // and block. When all of a rank's rows of a block have gone to the peer, this flag gets the number of the call. A thread that
 // loads rows of a peer waits for the peer's flag first.
 //
-// Order. Each lane of a warp executes a fence behind its stores of a row, and the warp's lanes meet. Then one lane adds the row to
-// done[block]. That addition acquires and releases, so the lane that completes the block knows of all its rows. It stores the
-// flag with a release at system scope, which orders all stores before the flag. The reader acquires the flag. It executes a
-// fence before its loads, because the async proxy makes these loads.
+// Order. The lanes of a warp meet behind their stores of a row. Then one lane adds the row to done[block]. That addition acquires
+// and releases, so the lane that completes the block knows of all its rows. It stores the flag with a release at system scope,
+// which orders all stores before the flag. The reader acquires the flag. It executes a fence before its loads, because the async
+// proxy makes these loads. By PTX's memory model that is enough. The lanes' fences at system scope are there besides, because the
+// stores that are handed on go to other GPUs.
 //
 // No row is overwritten while a rank still reads it. In call k+1 of the slot, two kinds of kernels write rows of this rank's
 // part. This rank's own kernel writes when sums of call k+1 from all ranks have come. The peers' GEMMs write rows to which all
@@ -54,9 +55,9 @@ struct FedParams {
   int32_t unused[6];  // to 64 bytes
 };
 
-// Pairs that are not this rank's own are numbered from its last own pair on, past the end of the rows to their begin. Each peer
-// owns about as many. The peers send at the same time, each from its first row on, so pairs of all peers are taken in turn. Returns
-// the number of the pair at place `at` of `others`.
+// Pairs that are not this rank's own are numbered from the one behind its last own pair on, past the end of the rows to their
+// begin. Each peer owns about as many. The peers send at the same time, each from its first row on, so pairs of all peers are taken
+// in turn. Returns the number of the pair at place `at` of `others`. Of a rank without own pairs only the order is another one.
 DEVICE int32_t by_arrival(const FedParams& fed, int32_t others, int32_t at) {
   const int32_t peers = fed.world - 1, peer = at % peers, more = others % peers;
   return peer * (others / peers) + (peer < more ? peer : more) + at / peers;
@@ -98,26 +99,29 @@ DEVICE int32_t fed_senders(const FedParams& fed) { return fed.world == 2 ? 3 : 1
 DEVICE void send_rows(const FedParams& fed, int32_t rows, int32_t row_bytes) {
   constexpr int32_t LOADS = 4, LANE_BYTES = 16, WARP_BYTES = 32 * LANE_BYTES;  // loads of each lane that are under way
   const int32_t share = fed_share(fed, rows), begin = least_of(fed.rank * share, rows), end = least_of(begin + share, rows);
-  const uint8_t* const own = fed.memory[fed.rank];
   const int32_t lane = threadIdx.x % 32;
   const uint32_t call = fed.state->call;
   for (;;) {
     int32_t claimed = 0;
-    if (lane == 0) claimed = (int32_t)fetch_add_gpu(&fed.state->claimed, 1);
+    if (lane == 0) claimed = (int32_t)fetch_add_relaxed_gpu(&fed.state->claimed, 1);
     const int32_t row = begin + first_lanes(claimed);
     if (row >= end) return;
-    const int64_t at = FED_ROWS + (int64_t)row * row_bytes;
-    for (int32_t offset = lane * LANE_BYTES; offset < row_bytes; offset += LOADS * WARP_BYTES) {
+    int64_t at = FED_ROWS + (int64_t)row * row_bytes + lane * LANE_BYTES;
+    // These loops stay loops: sending warps have 40 registers.
+#pragma unroll 1
+    for (int32_t left = row_bytes - lane * LANE_BYTES; left > 0; left -= LOADS * WARP_BYTES, at += LOADS * WARP_BYTES) {
+      const uint8_t* const own = settled(fed.memory[fed.rank] + at);
       uint32_t w[LOADS][4];
 #pragma unroll
       for (int32_t i = 0; i < LOADS; i++) {
-        if (offset + i * WARP_BYTES < row_bytes) load_global(w[i], own + at + offset + i * WARP_BYTES);
+        if (i * WARP_BYTES < left) load_global(w[i], own + i * WARP_BYTES);
       }
+#pragma unroll 1
       for (int32_t step = 1; step < fed.world; step++) {
-        uint8_t* const to = fed.memory[(fed.rank + step) % fed.world] + at + offset;
+        uint8_t* const to = settled(fed.memory[(fed.rank + step) % fed.world] + at);
 #pragma unroll
         for (int32_t i = 0; i < LOADS; i++) {
-          if (offset + i * WARP_BYTES < row_bytes) store_global(to + i * WARP_BYTES, w[i]);
+          if (i * WARP_BYTES < left) store_global(to + i * WARP_BYTES, w[i]);
         }
       }
     }

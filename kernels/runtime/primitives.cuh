@@ -93,6 +93,13 @@ DEVICE uint32_t fetch_add_gpu(uint32_t* address, uint32_t value) {
   return before;
 }
 
+// The same without order: the answer is the only thing that other threads learn.
+DEVICE uint32_t fetch_add_relaxed_gpu(uint32_t* address, uint32_t value) {
+  uint32_t before;
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(value) : "memory");
+  return before;
+}
+
 // An addition without an answer and without order. It waits for none of the thread's stores, and whoever reads the sum learns
 // of none of them.
 DEVICE void add_relaxed_gpu(uint32_t* address, uint32_t value) {

@@ -1,43 +1,46 @@
-"""A fed GEMM multiplies all rows of the result as they are: a GEMM of a part of them, or of merged rows, can't be fed."""
+"""A fed GEMM multiplies all rows of the result as they are: GEMMs of a part of them, or of merged rows, can't be fed."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from tw_compile.planning import feeding
+from tw_compile.passes.reasons import FeedRefusal
+from tw_compile.report import collect_reports
 from tw_compile.testing import GlooRanks, compare_on_gloo
 
-
-def fed_early() -> None:
-    feeding.tokens_to_send = feeding.tokens_to_fill = lambda *_: 64  # type: ignore[assignment]
+OPTIONS = {"tw_compile.strict": True, "tw_compile.feed_mm": "always"}
+ROWS = {
+    "all": lambda hidden: hidden,
+    "sliced": lambda hidden: hidden[128:],
+    "merged": lambda hidden: hidden.view(-1, 256),
+}
 
 
 class Block(nn.Module):
-    def __init__(self, rank: int, merged: bool) -> None:
+    """Two GEMMs of some of the rows behind a norm."""
+
+    def __init__(self, rows: str, rank: int) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.merged = merged
+        self.rows = ROWS[rows]
         self.down, self.norm = nn.Linear(64, 64, bias=False), nn.RMSNorm(64)
-        self.next = nn.Linear(256 if merged else 64, 128, bias=False)
+        depth = 256 if rows == "merged" else 64
+        self.first, self.second = nn.Linear(depth, 128, bias=False), nn.Linear(depth, 64, bias=False)
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        partial = self.down(x)
-        dist.all_reduce(partial)
-        hidden = self.norm(residual + partial)
-        return self.next(hidden.view(-1, 256) if self.merged else hidden[128:])
-
-
-def sliced(rank: int) -> nn.Module:
-    fed_early()
-    return Block(rank, False).bfloat16()
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        partial_sums = self.down(x)
+        dist.all_reduce(partial_sums)
+        hidden = self.rows(self.norm(residual + partial_sums))
+        return self.first(hidden), self.second(hidden)
 
 
-def merged(rank: int) -> nn.Module:
-    fed_early()
-    return Block(rank, True).bfloat16()
+def build(rows: str, rank: int) -> nn.Module:
+    return Block(rows, rank).bfloat16()
 
 
 def inputs(rank: int, call: int) -> tuple[torch.Tensor, ...]:
@@ -45,7 +48,15 @@ def inputs(rank: int, call: int) -> tuple[torch.Tensor, ...]:
     return tuple(torch.randn(256, 64, generator=generator).bfloat16() for _ in range(2))
 
 
-@pytest.mark.parametrize("build", [sliced, merged])
-def test_gemms_of_other_rows_stay_behind_the_wait(gloo_ranks: GlooRanks, build: object) -> None:
-    options = {"tw_compile.strict": True}
-    assert compare_on_gloo(build, inputs, ranks=gloo_ranks, options=options).passed
+def consumers(rows: str, rank: int) -> list[tuple[str, str]]:
+    torch._dynamo.reset()
+    with torch.no_grad(), collect_reports() as reports:
+        torch.compile(build(rows, rank), backend="tw_compile", options=OPTIONS)(*inputs(rank, 0))
+    return [(site.consumer, site.feed_refusal) for report in reports for site in report.sites]
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_gemms_of_other_rows_stay_behind_the_wait(gloo_ranks: GlooRanks, rows: str) -> None:
+    expected = ("fed", "") if rows == "all" else ("other", FeedRefusal.GEMM_NOT_OURS)
+    assert gloo_ranks.run(partial(consumers, rows)) == [[expected]] * 2
+    assert compare_on_gloo(partial(build, rows), inputs, ranks=gloo_ranks, options=OPTIONS).passed

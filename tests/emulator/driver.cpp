@@ -245,6 +245,16 @@ void emulated_add_relaxed(void* address, uint64_t value, uint32_t bytes) {
   machine->progress();
 }
 
+uint32_t emulated_fetch_add_relaxed(void* address, uint32_t value) {
+  Allocation& allocation = check_counter(enter("fetch_add_relaxed_gpu", address), address, 4);
+  uint32_t* counter = static_cast<uint32_t*>(address);
+  const uint32_t before = *counter;
+  *counter += value;
+  machine->notify(allocation.key(address));
+  machine->progress();
+  return before;
+}
+
 // --- threads of a CTA ----------------------------------------------------------------------------------------------
 
 void emulated_barrier_sync(uint32_t id, uint32_t threads) {

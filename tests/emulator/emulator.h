@@ -26,6 +26,7 @@ void emulated_store_pairs(void* address, const void* words);
 void emulated_fence_sys();
 uint32_t emulated_fetch_add(void* address, uint32_t value);
 void emulated_add_relaxed(void* address, uint64_t value, uint32_t bytes);
+uint32_t emulated_fetch_add_relaxed(void* address, uint32_t value);
 uint32_t emulated_world_size();
 void emulated_multicast_load(void* words, const void* address, uint32_t rank);
 void emulated_multicast_store(void* address, const void* words);
@@ -114,6 +115,9 @@ DEVICE void load_pairs_relaxed_sys(uint64_t (&w)[2], const void* address) {
 DEVICE void store_pairs_relaxed_sys(void* address, const uint64_t (&w)[2]) { emulated_store_pairs(address, w); }
 DEVICE void fence_sys() { emulated_fence_sys(); }
 DEVICE uint32_t fetch_add_gpu(uint32_t* address, uint32_t value) { return emulated_fetch_add(address, value); }
+DEVICE uint32_t fetch_add_relaxed_gpu(uint32_t* address, uint32_t value) {
+  return emulated_fetch_add_relaxed(address, value);
+}
 DEVICE void add_relaxed_gpu(uint32_t* address, uint32_t value) { emulated_add_relaxed(address, value, 4); }
 DEVICE void add_relaxed_gpu(uint64_t* address, uint64_t value) { emulated_add_relaxed(address, value, 8); }
 

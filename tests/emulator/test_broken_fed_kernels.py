@@ -26,10 +26,8 @@ FED: dict[str, Changes] = {
     "wants rows of other ranks in a block": (("(block < begin ? begin : block)", "block"),),
 }
 LONG_ROWS: dict[str, Changes] = {
-    "sends lanes' bytes beyond the row's end": (
-        ("          if (offset + i * WARP_BYTES < row_bytes) store", "          store"),
-    ),
-    "sends the first step alone": (("offset += LOADS * WARP_BYTES", "offset += row_bytes"),),
+    "sends lanes' bytes beyond the row's end": (("          if (i * WARP_BYTES < left) store", "          store"),),
+    "sends the first step alone": (("left -= LOADS * WARP_BYTES", "left = 0"),),
 }
 THREE_RANKS: dict[str, Changes] = {
     "takes one pair of each peer alone": ((" + at / peers;", ";"),),

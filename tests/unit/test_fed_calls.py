@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -13,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from machine_code import MEMORY_ACCESSES, MEMORY_BARRIERS, instructions, ptx_with, smallest_loop_with
+from machine_code import MEMORY_ACCESSES, MEMORY_BARRIERS, instructions, ptx_with, resources, smallest_loop_with
 
 from tw_compile.kernels.algorithms import row_kernel
 from tw_compile.kernels.algorithms.push.fed_push import FedPush
@@ -278,6 +279,16 @@ def test_the_main_loops_wait_for_no_memory(tmp_path: Path, width: int, form: For
     for columns in (width, width // 2):
         loop = smallest_loop_with(code, f"HGMMA.64x{columns}x16.F32.BF16", 4)
         assert not [text for text in loop if MEMORY_BARRIERS.search(text) or MEMORY_ACCESSES.search(text)]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("width", "form"), [(256, "gated"), (224, "plain"), (192, "biased")])
+def test_sums_and_rows_that_are_sent_stay_in_registers(tmp_path: Path, width: int, form: Form) -> None:
+    """Warps that send have 40 registers."""
+    cubin = fed_mm_program(width, form, 0).cubin()
+    found = resources(cubin, tmp_path)
+    assert found["STACK"] == found["LOCAL"] == 0
+    assert not [text for text in instructions(cubin, tmp_path).values() if re.search(r"\b(LDL|STL)\b", text)]
 
 
 class SameAddress(Transport):

@@ -20,7 +20,9 @@ from tw_compile import Config, TWCompilePass, compat
 from tw_compile.current import current_gate
 from tw_compile.kernels.collective import ops
 from tw_compile.kernels.collective.fed_mm import fed_gated_mm, fed_joint_mm
+from tw_compile.kernels.collective.spec import row_range
 from tw_compile.kernels.collective.transport import Started
+from tw_compile.kernels.gemm.fed import own_pairs
 from tw_compile.models.config import load_config
 from tw_compile.models.decoder import build_decoder
 from tw_compile.passes import feed, manager
@@ -268,12 +270,13 @@ def test_short_prefills_are_not_fed_and_no_site_says_more_than_the_name() -> Non
 )
 def test_gemms_are_fed_from_a_wave_of_own_tiles_and_8_mib_on(hidden: int, columns: list[int], world_size: int) -> None:
     def suits(tokens: int) -> tuple[bool, bool]:
-        own = tokens // world_size // 256 * sum(-(-one // 256) for one in columns)
+        fewest = min(own_pairs(tokens, *row_range(tokens, world_size, rank))[1] for rank in range(world_size))
+        own = fewest * sum(-(-one // 256) for one in columns)
         return tokens * (world_size - 1) * hidden * 2 >= 2**23 * world_size, own >= 66
 
     send, fill = feeding.tokens_to_send(hidden, world_size), feeding.tokens_to_fill(columns, world_size)
     assert suits(send)[0] and not suits(send - 1)[0]
-    assert suits(fill)[1] and not suits(fill - 1)[1]
+    assert suits(fill)[1] and not suits(fill - world_size)[1]
 
 
 def test_always_feeds_few_tokens_and_many_ranks_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,10 +305,11 @@ def test_a_graph_for_few_tokens_too_is_fed_where_our_kernel_computes_its_gemms_a
 
 
 def test_a_range_of_tokens_that_ends_earlier_is_not_fed(short: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    fed_from(monkeypatch, 4096)
+    for name, tokens in {"tokens_to_send": 64, "tokens_to_fill": 4096}.items():
+        monkeypatch.setattr(feeding, name, lambda *_, tokens=tokens: tokens)
     found = feed_gemms(graph_of(dynamic=True), (1, 4095), lambda gemms, rows, device: (64,)).values()
     refused = [feed._refused(one) for one in found]
-    assert {one and one.reason for one in refused} == {FeedRefusal.MESSAGE_TOO_SMALL}
+    assert {one and one.reason for one in refused} == {FeedRefusal.MESSAGE_TOO_SMALL, FeedRefusal.RESIDUAL_ON_ALL_RANKS}
 
 
 def test_ranks_feed_what_the_first_of_them_feeds(short: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,6 +335,36 @@ def test_ranks_feed_what_the_first_of_them_feeds(short: None, monkeypatch: pytes
     assert [site for site, one in found.items() if isinstance(one, feed.NotHere) and one.follows] == [1]
     (key, own), *_, (other_key, other) = asked
     assert key == other_key and set(other) < set(own)
+
+
+def test_a_rank_with_too_few_own_tiles_runs_the_form_of_the_first_rank(
+    short: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its columns say so, and another rank's may not."""
+    monkeypatch.setattr(feeding, "tokens_to_fill", lambda *_: 4096)
+    monkeypatch.setattr(feed, "agreed", lambda key, own: {0: 64})
+    graph = graph_of()
+    found = feed_gemms(graph, None)
+    assert isinstance(found[0], feed.NotHere) and found[0].follows == 64
+    assert found[0].refused.reason == FeedRefusal.MESSAGE_TOO_SMALL
+    calls = find_calls(graph)
+    assert isinstance(calls, list) and argument(calls[0].start, "feed_from") == 64
+
+
+def test_a_matrix_of_symbolic_size_is_refused_by_name(short: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "gemms_of", lambda gemms: None)
+    refused = [feed._refused(one) for one in feed_gemms(graph_of(), None).values()]
+    assert "a matrix has a symbolic size" in [one.detail for one in refused if one]
+
+
+def test_ranks_agree_on_what_is_always_fed_apart_from_what_gains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both may compile graphs of one shape in one process, as benchmarks do."""
+    keys: list[str] = []
+    monkeypatch.setattr(feed, "agreed", lambda key, own: keys.append(key) or own())
+    fed_from(monkeypatch, 4)
+    for always in (False, True):
+        feed_gemms(graph_of(), None, always=always)
+    assert len(keys) == len({*keys}) == 2
 
 
 def test_calls_of_few_tokens_prefetch_the_weights_of_fed_gemms(monkeypatch: pytest.MonkeyPatch) -> None:

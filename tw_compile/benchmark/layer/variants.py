@@ -93,7 +93,7 @@ NOT_FED = LayerVariant("fused-not-fed", "ours", config=FUSED.config | {"feed_mm"
 ALL_FED = LayerVariant("fused-all-fed", "ours", config=FUSED.config | {"feed_mm": "always"})
 """With any number of tokens and ranks, to see from where on that gains."""
 ON_REQUEST = (NOT_FED, ALL_FED)
-"""They take part where ``--only`` names them."""
+"""In benchmarks of layers and models they take part where ``--only`` names them."""
 GEMMS_APART = LayerVariant("fused-gemms-apart", "ours", config=NOT_FED.config | {"disable_passes": "join_gemms"})
 ALL_SMS = LayerVariant("fused+split-all-sms", "ours", config={"split_gemm_sms": "off"})
 SWEPT = f"{PLANNED.label}@"
