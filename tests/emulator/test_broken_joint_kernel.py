@@ -22,7 +22,7 @@ QUARTER_TO = "b + (rank * quarters + quarter) * QUARTER_B"
 COLUMN = "(GATED ? 0 : rank * quarters * (COLUMNS / 4))"
 BESIDE = "beside * 2 * QUARTER_B, row, column"
 STEPS = "d[part], rows + columns_on(step), columns + part * (2 * QUARTER_B >> 4) + columns_on(step), 1);"
-BAND = "over - band * BAND < BAND ? over - band * BAND : BAND"
+BAND = "over - band * most < most ? over - band * most : most"
 
 RING: dict[str, Changes] = {
     "waits for the other parity of full stages": ((FULL, FULL.replace("parity", "parity ^ 1")),),
@@ -115,9 +115,9 @@ TILES: dict[str, Changes] = {
 }
 
 BANDS: dict[str, Changes] = {
-    "bands are not of the pairs that are left": ((BAND, "BAND"),),
+    "bands are not of the pairs that are left": ((BAND, "most"),),
     "bands are of all pairs over each other": ((BAND, "high"),),
-    "the first band alone": (("band = pair / (BAND * wide)", "band = 0"),),
+    "the first band alone": (("band = pair / (most * wide)", "band = 0"),),
     "the order in a band is that of a whole one": (("in_band % here", "in_band % BAND"),),
     "columns in a band are those of a whole one": (("in_band / here", "in_band / BAND"),),
 }
