@@ -3,9 +3,9 @@
 //
 // The kernel before the GEMM (push.cu with FED=1) has left this rank's rows in this rank's part of the slot's memory. In each
 // CTA of the GEMM a few warps copy rows from there to the peers' parts. The warps of all CTAs claim one row after the other.
-// Meanwhile other threads multiply. Rows are counted in blocks of FED_BLOCK rows. A peer has a flag for each rank
-// and block. When all of a rank's rows of a block have gone to the peer, this flag gets the number of the call. A thread that
-// loads rows of a peer waits for the peer's flag first.
+// Meanwhile other threads multiply. Rows are counted in blocks of FED_BLOCK rows. A peer has a flag for each rank and block.
+// When all of a rank's rows of a block have gone to the peer, this flag gets the number of the call. A thread that loads rows
+// of a peer waits for the peer's flag first.
 //
 // Order. The lanes of a warp meet behind their stores of a row. Then one lane adds the row to done[block]. That addition acquires
 // and releases, so the lane that completes the block knows of all its rows. It stores the flag with a release at system scope,

@@ -26,7 +26,7 @@ FED: dict[str, Changes] = {
     "wants rows of other ranks in a block": (("(block < begin ? begin : block)", "block"),),
 }
 LONG_ROWS: dict[str, Changes] = {
-    "sends lanes' bytes beyond the row's end": (("          if (i * WARP_BYTES < left) store", "          store"),),
+    "sends bytes beyond the row's end": (("          if (i * WARP_BYTES < left) store", "          store"),),
     "sends the first step alone": (("left -= LOADS * WARP_BYTES", "left = 0"),),
 }
 THREE_RANKS: dict[str, Changes] = {

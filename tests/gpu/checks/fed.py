@@ -123,7 +123,7 @@ def _count(wrong: torch.Tensor, found: list[torch.Tensor], site: Site) -> None:
 
 
 def fed_gemms_give_the_same_bits(ctx: Context) -> None:
-    """All forms at sizes whose rows lie in blocks of several ranks, in low tiles, in parts of chunks."""
+    """All forms at sizes whose rows lie in blocks of several ranks, and in low tiles."""
     for tokens, hidden_size in SIZES:
         for form in COLUMNS:
             for of_call in (FIRST_SITE, _SHARDED):
