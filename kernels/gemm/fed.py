@@ -13,7 +13,17 @@ _BLOCK_ROWS, _BLOCKS, _RANKS = 128, 512, 8
 MOST_ROWS = _BLOCK_ROWS * _BLOCKS
 ROWS_OFFSET = 4 * _RANKS * _BLOCKS
 """Bytes of the flags, which lie before the rows."""
-STATE_WORDS = 2 + _BLOCKS
+STATE_WORDS = 3 + _BLOCKS
+SHARED_BYTES = 272
+"""Of ``FedShared`` in fed.cuh."""
+_SENDERS = 4
+"""Clusters that send rows before they multiply. Bulk copies of eight SMs fill the links of an H100."""
+_CHUNK_BYTES = 128 * 1024
+"""Of rows that a CTA claims at a time, at most. Claims and counts of so many bytes take less time than the bytes on the links."""
+_BAND = 8
+"""As joint_mm.cu has it: pairs over each other that are computed before the pairs beside them."""
+_WIDE = 10
+"""Tiles beside each other, for each peer, from which on other ranks' rows come before their first tiles are computed."""
 
 
 class FedParams(ctypes.Structure):
@@ -23,8 +33,8 @@ class FedParams(ctypes.Structure):
         ("memory", ctypes.c_void_p),
         ("state", ctypes.c_void_p),
         ("status", ctypes.c_void_p),
-        *((name, ctypes.c_int32) for name in ("rank", "world", "first", "own")),
-        ("unused", ctypes.c_int32 * 6),
+        *((name, ctypes.c_int32) for name in ("rank", "world", "first", "own", "senders", "chunk", "band")),
+        ("unused", ctypes.c_int32 * 3),
     ]
 
 
@@ -51,10 +61,21 @@ class FedRows:
     end: int
     spin_limit: int
 
-    def params(self) -> FedParams:
+    def params(self, wide: int, clusters: int) -> FedParams:
+        """For a GEMM on ``clusters`` clusters, of which ``wide`` tiles have the same rows."""
         first, own = own_pairs(len(self.rows), self.begin, self.end)
-        addresses = {"memory": self.table.data_ptr(), "state": self.state.data_ptr(), "status": self.status.data_ptr()}
-        return FedParams(**addresses, rank=self.rank, world=self.world_size, first=first, own=own)
+        return FedParams(
+            memory=self.table.data_ptr(),
+            state=self.state.data_ptr(),
+            status=self.status.data_ptr(),
+            rank=self.rank,
+            world=self.world_size,
+            first=first,
+            own=own,
+            senders=min(_SENDERS, clusters),
+            chunk=rows_of_a_chunk(self.rows.shape[1] * self.rows.itemsize),
+            band=_BAND if wide >= _WIDE * (self.world_size - 1) else 1,
+        )
 
 
 def fed_bytes(tokens: int, hidden_size: int) -> int:
@@ -65,6 +86,11 @@ def fed_bytes(tokens: int, hidden_size: int) -> int:
 def rows_in(memory: torch.Tensor, tokens: int, hidden_size: int) -> torch.Tensor:
     """The rows in a rank's ``memory``, which is uint8 ``[bytes]``."""
     return memory[ROWS_OFFSET : fed_bytes(tokens, hidden_size)].view(torch.bfloat16).view(tokens, hidden_size)
+
+
+def rows_of_a_chunk(row_bytes: int) -> int:
+    """A power of 2 that divides the rows of a block: as many as have the bytes of a chunk, and one at least."""
+    return 1 << min(max(_CHUNK_BYTES // row_bytes, 1), _BLOCK_ROWS).bit_length() - 1
 
 
 def own_pairs(rows: int, begin: int, end: int) -> tuple[int, int]:

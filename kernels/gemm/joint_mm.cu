@@ -16,8 +16,8 @@
 // first matrix's, and half the second matrix's. CTA 0 loads the first matrix for both CTAs, and CTA 1 loads the second one.
 //
 // FED: rows that other ranks compute arrive while the kernel runs (fed.cuh). Pairs of this rank's own rows come first. The other
-// ranks' rows follow in the order in which they arrive, with all columns of a pair before the next one. The thread that loads
-// rows waits for them. More warps of each CTA send this rank's rows to the others.
+// ranks' rows follow. The thread that loads rows waits for them. The first clusters that run send this rank's rows before they
+// compute pairs, so clusters don't compute fixed pairs: each claims its next pair, in the order that is said above.
 //
 // Loads and matmuls use Hopper's machine instructions (PTX ISA, wgmma and cp.async.bulk.tensor) in the way that CUTLASS's
 // persistent cooperative kernels do.
@@ -57,12 +57,17 @@ inline constexpr int STAGES = 225 * 1024 / STAGE_BYTES;
 inline constexpr uint16_t BOTH = 3;
 #if FED
 static_assert(FED_BLOCK == TILE_ROWS, "a tile lies in one block");
+static_assert(FED_PIECES * FED_PIECE <= STAGES * STAGE_BYTES, "rows are sent through the stages");
+static_assert(STAGES < FED_LETTERS, "see tell");
 #endif
 
 struct Shared {
   uint8_t stages[STAGES][STAGE_BYTES];  // a, then b; at a multiple of 1024 bytes
   uint64_t full[STAGES];                // a stage has arrived
   uint64_t empty[STAGES];               // a stage has been read: one arrival of each consuming warp of both CTAs
+#if FED
+  FedShared fed;
+#endif
 };
 static_assert(sizeof(Shared) <= 227 * 1024, "an SM's shared memory");
 
@@ -95,7 +100,7 @@ DEVICE bool find(const JointMmParams& params, int32_t number, int32_t rank, Tile
       over = own;
     } else {
       pair -= own * wide;
-      over = others, most = 1;  // all columns of the rows that arrive first
+      over = others, most = params.fed.band;
     }
 #endif
     int32_t band = pair / (most * wide), in_band = pair % (most * wide);
@@ -126,34 +131,65 @@ DEVICE bool find(const JointMmParams& params, int32_t number, int32_t rank, Tile
   return true;
 }
 
+// Fills the stages of one pair of tiles. between(k) is called when the stage of depth k has been filled.
+template <class Between>
+DEVICE void fill_pair(
+    const JointMmParams& params, Shared& shared, Ring<STAGES>& ring, const Tile& tile, int32_t rank, Between between) {
+  const TensorMap& matrix = params.matrices[GATED ? rank : tile.matrix];
+  const int32_t halves = tile.low ? 1 : 2, quarters = tile.narrow ? 1 : 2;  // of rows and of columns, that this CTA loads
+  const int32_t column = tile.column + (GATED ? 0 : rank * quarters * (COLUMNS / 4));
+  for (int32_t k = 0; k < params.depth; k += TILE_DEPTH, ring.next()) {
+    uint8_t* a = shared.stages[ring.stage];
+    uint8_t* b = a + 2 * HALF_A;
+    uint64_t* full = &shared.full[ring.stage];
+    wait(&shared.empty[ring.stage], ring.parity ^ 1);
+    mbarrier_arrive_expect(full, halves * HALF_A + 2 * quarters * QUARTER_B);
+    for (int32_t half = 0; half < halves; half++) {
+      load_tile(a + half * HALF_A, params.a, k, tile.row + half * (TILE_ROWS / 2), full);
+    }
+    for (int32_t quarter = 0; quarter < quarters; quarter++) {
+      load_tile_to(BOTH, b + (rank * quarters + quarter) * QUARTER_B, matrix, k, column + quarter * (COLUMNS / 4), full);
+    }
+    between(k);
+  }
+}
+
+#if FED
+// From `turn` on, of which CTA 0 has told. It claims the next pair in the middle of this one, so that no cluster claims early what
+// another could begin sooner, and tells of it when the answer should be there.
+DEVICE void fill(const JointMmParams& params, Shared& shared, int32_t rank, int32_t turn) {
+  const uint32_t call = params.fed.state->call;
+  const int32_t claims = params.depth / 2 / TILE_DEPTH * TILE_DEPTH, tells = params.depth * 3 / 4 / TILE_DEPTH * TILE_DEPTH;
+  Ring<STAGES> ring;
+  Tile tile;
+  for (;; turn++) {
+    const int32_t pair = told(shared.fed, turn);
+    wait(&shared.empty[ring.stage], ring.parity ^ 1);
+    shared.fed.pairs[ring.stage] = pair;
+    if (!find(params, pair, rank, tile)) {
+      mbarrier_arrive(&shared.full[ring.stage]);
+      return;
+    }
+    await_rows(params.fed, call, params.rows, tile.row, tile.low ? TILE_ROWS / 2 : TILE_ROWS);
+    int32_t next = 0;
+    fill_pair(params, shared, ring, tile, rank, [&](int32_t k) {
+      if (rank > 0) return;
+      if (k == claims) next = claim_pair(params.fed);
+      if (k != tells) return;
+      while (next < 0) next = claim_pair(params.fed);  // clusters that have not begun need not send: all rows are claimed
+      tell(shared.fed, turn + 1, next);
+    });
+  }
+}
+#else
 DEVICE void fill(const JointMmParams& params, Shared& shared, int32_t rank) {
   Ring<STAGES> ring;
   Tile tile;
-#if FED
-  const uint32_t call = params.fed.state->call;
-#endif
   for (int32_t number = blockIdx.x / 2; find(params, number, rank, tile); number += gridDim.x / 2) {
-#if FED
-    await_rows(params.fed, call, params.rows, tile.row, tile.low ? TILE_ROWS / 2 : TILE_ROWS);
-#endif
-    const TensorMap& matrix = params.matrices[GATED ? rank : tile.matrix];
-    const int32_t halves = tile.low ? 1 : 2, quarters = tile.narrow ? 1 : 2;  // of rows and of columns, that this CTA loads
-    const int32_t column = tile.column + (GATED ? 0 : rank * quarters * (COLUMNS / 4));
-    for (int32_t k = 0; k < params.depth; k += TILE_DEPTH, ring.next()) {
-      uint8_t* a = shared.stages[ring.stage];
-      uint8_t* b = a + 2 * HALF_A;
-      uint64_t* full = &shared.full[ring.stage];
-      wait(&shared.empty[ring.stage], ring.parity ^ 1);
-      mbarrier_arrive_expect(full, halves * HALF_A + 2 * quarters * QUARTER_B);
-      for (int32_t half = 0; half < halves; half++) {
-        load_tile(a + half * HALF_A, params.a, k, tile.row + half * (TILE_ROWS / 2), full);
-      }
-      for (int32_t quarter = 0; quarter < quarters; quarter++) {
-        load_tile_to(BOTH, b + (rank * quarters + quarter) * QUARTER_B, matrix, k, column + quarter * (COLUMNS / 4), full);
-      }
-    }
+    fill_pair(params, shared, ring, tile, rank, [](int32_t) {});
   }
 }
+#endif
 
 // Adds the bias to all rows of a thread's sums of N columns, of which the first `columns` exist. `bias` points to the bias of
 // the first column.
@@ -216,6 +252,10 @@ DEVICE void multiply(
 KERNEL(THREADS, 1) joint_mm(GRID_CONSTANT JointMmParams params) {
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared());
   int32_t rank = (int32_t)cluster_rank();
+#if FED
+  int32_t first = 0, turn = 0;
+  if (rank == 0 && threadIdx.x == 0) first = claim_pair(params.fed);
+#endif
   if (threadIdx.x == 0) {
     prefetch_map(params.a);
     for (int32_t matrix = 0; matrix < MATRICES; matrix++) {
@@ -225,22 +265,39 @@ KERNEL(THREADS, 1) joint_mm(GRID_CONSTANT JointMmParams params) {
       mbarrier_init(&shared.full[stage], 1);
       mbarrier_init(&shared.empty[stage], 2 * 4 * CONSUMERS);
     }
+#if FED
+    init_fed(shared.fed);
+#endif
     mbarrier_init_fence();
   }
   cluster_sync();
+#if FED
+  if (rank == 0 && threadIdx.x == 0) tell(shared.fed, 0, first);
+  if (told(shared.fed, 0) < 0) {
+    if (threadIdx.x == 0) send_rows(params.fed, shared.fed, shared.stages[0], params.rows, params.depth * 2);
+    warp_sync();
+    cluster_sync();  // both CTAs' shared memory is free for stages
+    turn = 1;
+    if (rank == 0 && threadIdx.x == 0) {
+      do first = claim_pair(params.fed);
+      while (first < 0);
+      tell(shared.fed, turn, first);
+    }
+  }
+#endif
   if (threadIdx.x < 128) {
     fewer_registers<40>();
-    if (threadIdx.x == 0) fill(params, shared, rank);
 #if FED
-    const int32_t warp = first_lanes((int32_t)threadIdx.x / 32);
-    if (warp > 0 && warp <= fed_senders(params.fed)) send_rows(params.fed, params.rows, params.depth * 2);
+    if (threadIdx.x == 0) fill(params, shared, rank, turn);
+#else
+    if (threadIdx.x == 0) fill(params, shared, rank);
 #endif
   } else {
     more_registers<232>();
     int32_t warp = first_lanes((int32_t)threadIdx.x / 32 - 4), warpgroup = warp / 4;  // `warp` counts over both warpgroups
     Ring<STAGES> ring;
     Tile tile;
-    for (int32_t number = blockIdx.x / 2; find(params, number, rank, tile); number += gridDim.x / 2) {
+    const auto compute = [&] {
       const int32_t below = tile.low ? 0 : warpgroup, beside = warpgroup - below;
       const int32_t row = tile.row + below * 64 + warp % 4 * 16, column = tile.column + beside * (OUT_COLUMNS / 2);
       const int32_t a = below * HALF_A;
@@ -251,7 +308,16 @@ KERNEL(THREADS, 1) joint_mm(GRID_CONSTANT JointMmParams params) {
       } else {
         multiply<COLUMNS / 2, 1>(params, shared, ring, tile, a, beside * 2 * QUARTER_B, row, column);
       }
+    };
+#if FED
+    for (;;) {
+      wait(&shared.full[ring.stage], ring.parity);
+      if (!find(params, shared.fed.pairs[ring.stage], rank, tile)) break;
+      compute();
     }
+#else
+    for (int32_t number = blockIdx.x / 2; find(params, number, rank, tile); number += gridDim.x / 2) compute();
+#endif
   }
   cluster_sync();  // CTAs end together: a CTA that has ended takes in no copies and no arrivals
 }

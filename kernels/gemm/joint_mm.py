@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 
 from tw_compile import compat
-from tw_compile.kernels.gemm.fed import FedParams, FedRows
+from tw_compile.kernels.gemm.fed import SHARED_BYTES, FedParams, FedRows
 from tw_compile.kernels.runtime.launch import Kernel, prepare
 from tw_compile.kernels.runtime.program import Program, arch_of, compile_all
 from tw_compile.kernels.runtime.wgmma import BOX_COLUMNS, CAPABILITY, TensorMap, has_instructions, tensor_map
@@ -149,8 +149,10 @@ def _launch(
         params.columns[index] = out.shape[1]
     for index, bias in enumerate(biases):
         params.biases[index] = bias.data_ptr()
+    used = min(clusters, tiles.whole + tiles.narrow + tiles.low)
     if fed is not None:
-        params.fed = fed.params()
+        stored = tiles.width // 2 if form == "gated" else tiles.width
+        params.fed = fed.params(sum(-(-out.shape[1] // stored) for out in outs), used)
     loaded = (
         kernel_on(a.device, tiles.width, form)
         if fed is None
@@ -159,15 +161,15 @@ def _launch(
     loaded.launch(
         params,
         stream=compat.current_stream(a.device).cuda_stream,
-        grid=2 * min(clusters, tiles.whole + tiles.narrow + tiles.low),
+        grid=2 * used,
         block=_THREADS,
-        shared_bytes=shared_bytes(tiles.width),
+        shared_bytes=shared_bytes(tiles.width) + (SHARED_BYTES if fed is not None else 0),
         cluster=2,
     )
 
 
 def shared_bytes(width: int) -> int:
-    """Bytes of ``Shared`` in joint_mm.cu: as many stages as fit in an SM, and two barriers per stage."""
+    """Bytes of ``Shared`` in joint_mm.cu, without what FED adds: as many stages as fit in an SM, and two barriers per stage."""
     stage = (_TILE_ROWS + width) * _TILE_DEPTH * 2
     return 225 * 1024 // stage * (stage + 16)
 

@@ -1,17 +1,17 @@
 // How a GEMM gets the rows of a fused call that other ranks compute. It sends its own rank's rows to the peers, and waits for
 // the peers' rows.
 //
-// The kernel before the GEMM (push.cu with FED=1) has left this rank's rows in this rank's part of the slot's memory. In each
-// CTA of the GEMM a few warps copy rows from there to the peers' parts. The warps of all CTAs claim one row after the other.
-// Meanwhile other threads multiply. Rows are counted in blocks of FED_BLOCK rows. A peer has a flag for each rank and block.
-// When all of a rank's rows of a block have gone to the peer, this flag gets the number of the call. A thread that loads rows
-// of a peer waits for the peer's flag first.
+// The kernel before the GEMM (push.cu with FED=1) has left this rank's rows in this rank's part of the slot's memory. The first
+// clusters of the GEMM that run copy rows from there to the peers' parts, by bulk copies through their shared memory, before they
+// multiply. A few SMs fill the links. The other clusters multiply meanwhile: all clusters claim one pair of tiles after the other,
+// so those that send compute fewer. Clusters that send claim one chunk of rows after the other. Rows are counted in blocks of
+// FED_BLOCK rows. A peer has a flag for each rank and block. When all of a rank's rows of a block have gone to the peer, this flag
+// gets the number of the call. A thread that loads rows of a peer waits for the peer's flag first.
 //
-// Order. The lanes of a warp meet behind their stores of a row. Then one lane adds the row to done[block]. That addition acquires
-// and releases, so the lane that completes the block knows of all its rows. It stores the flag with a release at system scope,
-// which orders all stores before the flag. The reader acquires the flag. It executes a fence before its loads, because the async
-// proxy makes these loads. By PTX's memory model that is enough. The lanes' fences at system scope are there besides, because the
-// stores that are handed on go to other GPUs.
+// Order. A thread waits until its copies of a chunk are complete. Then it adds the chunk's rows to done[block]. That addition
+// acquires and releases, so the thread that completes the block knows of all its rows. It stores the flag with a release at system
+// scope, which orders all copies before the flag. The reader acquires the flag. Copies and loads are of the async proxy, so the
+// writer executes a fence behind its copies, and the reader one before its loads.
 //
 // No row is overwritten while a rank still reads it. In call k+1 of the slot, two kinds of kernels write rows of this rank's
 // part. This rank's own kernel writes when sums of call k+1 from all ranks have come. The peers' GEMMs write rows to which all
@@ -21,26 +21,29 @@
 //
 // Flags need no reset. All ranks make the same fed calls on a slot, so the numbers of calls only grow, and are the same on all
 // ranks. They are compared by the sign of the difference. A flag can't be ahead, because the next number is written in the next
-// call. The number lives in device memory, so replays of CUDA graphs count on. A second GEMM of a call finds all flags set.
+// call. The number lives in device memory, so replays of CUDA graphs count on. The kernel before the GEMM resets what clusters
+// claim, so a call has one GEMM.
 //
-// Progress. A rank's rows are sent by whichever of its CTAs run, and a sending warp waits for no peer. So if one cluster of
-// the GEMM runs on every rank, all rows arrive and all waits end. Then the other clusters run. Every rank reaches its GEMM: the
-// kernel before it waits only for sums of the peers. The peers' kernels of the same call send the sums of a turn before they
-// wait in that turn.
+// Progress. Whichever clusters run first send, and a thread that sends waits for no peer. So if one cluster of the GEMM runs on
+// every rank, all rows arrive and all waits end. Then the other clusters run. Every rank reaches its GEMM: the kernel before it
+// waits only for sums of the peers. The peers' kernels of the same call send the sums of a turn before they wait in that turn.
 //
 // SPIN_LIMIT: polls before a thread gives up and reports phase 4; 0: never.
 #pragma once
-#include "primitives.cuh"
+#include "cluster.cuh"
 
 inline constexpr int32_t FED_BLOCK = 128;  // rows that share a flag; no tile of the GEMM lies in two blocks
 inline constexpr int32_t FED_BLOCKS = 512, FED_RANKS = 8;
 inline constexpr int64_t FED_ROWS = FED_RANKS * FED_BLOCKS * 4;  // bytes before the rows: flags [FED_RANKS, FED_BLOCKS]
 inline constexpr int32_t FED_PHASE = 4;
+inline constexpr int32_t FED_PIECE = 16 * 1024, FED_PIECES = 12;  // bytes of a copy, and how many a CTA has under way
+inline constexpr int32_t FED_LETTERS = 8;  // pairs that a cluster's CTA 0 tells of before the first is forgotten
 
 // The state of this rank's fed calls; all zeros at first.
 struct FedState {
   uint32_t call;              // the number of the latest call
-  uint32_t claimed;           // rows of the latest call that warps have claimed
+  uint32_t pairs;             // what clusters have claimed of the latest call: first to send rows, then a pair of tiles each
+  uint32_t chunks;            // chunks of rows of the latest call that have been claimed
   uint32_t done[FED_BLOCKS];  // rows of this rank that have been sent, for each block that is not complete
 };
 
@@ -52,7 +55,19 @@ struct FedParams {
   int32_t world;
   int32_t first;      // the first pair of tiles over each other that has rows of this rank alone
   int32_t own;        // how many such pairs there are
-  int32_t unused[6];  // to 64 bytes
+  int32_t senders;    // clusters that send rows before they multiply
+  int32_t chunk;      // rows that are claimed at a time: a power of 2 that divides FED_BLOCK
+  int32_t band;       // pairs over each other of other ranks' rows that are computed before the pairs beside them
+  int32_t unused[3];  // to 64 bytes
+};
+
+// In shared memory of each CTA.
+struct FedShared {
+  uint64_t arrived[FED_PIECES];  // a piece of rows that are sent is in shared memory
+  uint64_t mailed[FED_LETTERS];  // a letter has come
+  uint32_t letters[FED_LETTERS];  // the pairs that the cluster computes, in turn. A negative one: it sends first
+  int32_t pairs[FED_LETTERS];     // the pair whose first stage is the one with this number
+  int32_t chunks[FED_PIECES];     // the chunk of each piece
 };
 
 // Pairs that are not this rank's own are numbered from the one behind its last own pair on, past the end of the rows to their
@@ -91,50 +106,112 @@ DEVICE void await_rows(const FedParams& fed, uint32_t call, int32_t rows, int32_
   fence_proxy_async();
 }
 
-// Warps of each CTA that send rows. A warp stores what it loads to all peers. Larger groups have fewer warps: with more stores
-// under way than the links take, the GEMM's own loads became slower.
-DEVICE int32_t fed_senders(const FedParams& fed) { return fed.world == 2 ? 3 : 1; }
+DEVICE void init_fed(FedShared& shared) {
+  for (int32_t piece = 0; piece < FED_PIECES; piece++) mbarrier_init(&shared.arrived[piece], 1);
+  for (int32_t letter = 0; letter < FED_LETTERS; letter++) mbarrier_init(&shared.mailed[letter], 1);
+  mbarrier_arrive_expect(&shared.mailed[0], 4);
+}
 
-// A warp sends this rank's rows to the peers, except for rows that other warps have claimed.
-DEVICE void send_rows(const FedParams& fed, int32_t rows, int32_t row_bytes) {
-  constexpr int32_t LOADS = 4, LANE_BYTES = 16, WARP_BYTES = 32 * LANE_BYTES;  // loads of each lane that are under way
-  const int32_t share = fed_share(fed, rows), begin = least_of(fed.rank * share, rows), end = least_of(begin + share, rows);
-  const int32_t lane = threadIdx.x % 32;
+// The next pair, for one cluster. Below 0: the cluster sends rows first.
+DEVICE int32_t claim_pair(const FedParams& fed) { return (int32_t)fetch_add_relaxed_gpu(&fed.state->pairs, 1) - fed.senders; }
+
+// CTA 0 tells both CTAs of a cluster which pair they compute in a turn. The letter of FED_LETTERS turns before has been read: CTA 0
+// has filled the first stage of the turn before this one, so CTA 1 has read that stage's contents of STAGES stages before, and a
+// turn has one stage at least.
+DEVICE void tell(FedShared& shared, int32_t turn, int32_t pair) {
+  const int32_t letter = turn % FED_LETTERS;
+  for (uint32_t cta = 0; cta < 2; cta++) store_to_cta(cta, &shared.letters[letter], (uint32_t)pair, &shared.mailed[letter]);
+}
+
+// One thread of a CTA waits for the letter of a turn. That of turn 0 is expected from the start.
+DEVICE int32_t told(FedShared& shared, int32_t turn) {
+  const int32_t letter = turn % FED_LETTERS;
+  if (turn > 0) mbarrier_arrive_expect(&shared.mailed[letter], 4);
+  while (!mbarrier_try_wait(&shared.mailed[letter], turn / FED_LETTERS & 1)) {
+  }
+  return (int32_t)shared.letters[letter];
+}
+
+// This rank's rows from `begin` to `end`, in chunks of fed.chunk rows. Only the first and the last one may have fewer.
+struct Chunks {
+  int32_t begin, end, rows, first, count;
+
+  DEVICE Chunks(const FedParams& fed, int32_t all) {
+    const int32_t share = fed_share(fed, all);
+    rows = fed.chunk;
+    begin = least_of(fed.rank * share, all);
+    end = least_of(begin + share, all);
+    first = begin / rows;
+    count = begin < end ? (end - 1) / rows - first + 1 : 0;
+  }
+  DEVICE int32_t from(int32_t chunk) const { return chunk ? (first + chunk) * rows : begin; }
+  DEVICE int32_t to(int32_t chunk) const { return least_of((first + chunk + 1) * rows, end); }
+};
+
+// One thread sends this rank's rows to the peers, except for chunks that other CTAs have claimed. `pieces`: shared memory for
+// FED_PIECES pieces, which nothing else touches meanwhile.
+//
+// A piece is loaded, sent AHEAD pieces later, and complete PENDING pieces after that. Then its place is free.
+DEVICE void send_rows(const FedParams& fed, FedShared& shared, uint8_t* pieces, int32_t rows, int32_t row_bytes) {
+  constexpr int32_t AHEAD = FED_PIECES / 2 - 1, PENDING = FED_PIECES - AHEAD - 1;
+  const Chunks chunks(fed, rows);
+  const int32_t each = (chunks.rows * row_bytes + FED_PIECE - 1) / FED_PIECE;  // pieces of a chunk; the last ones may be empty
   const uint32_t call = fed.state->call;
-  for (;;) {
-    int32_t claimed = 0;
-    if (lane == 0) claimed = (int32_t)fetch_add_relaxed_gpu(&fed.state->claimed, 1);
-    const int32_t row = begin + first_lanes(claimed);
-    if (row >= end) return;
-    int64_t at = FED_ROWS + (int64_t)row * row_bytes + lane * LANE_BYTES;
-    // These loops stay loops: sending warps have 40 registers.
-#pragma unroll 1
-    for (int32_t left = row_bytes - lane * LANE_BYTES; left > 0; left -= LOADS * WARP_BYTES, at += LOADS * WARP_BYTES) {
-      const uint8_t* const own = settled(fed.memory[fed.rank] + at);
-      uint32_t w[LOADS][4];
-#pragma unroll
-      for (int32_t i = 0; i < LOADS; i++) {
-        if (i * WARP_BYTES < left) load_global(w[i], own + i * WARP_BYTES);
-      }
-#pragma unroll 1
-      for (int32_t step = 1; step < fed.world; step++) {
-        uint8_t* const to = settled(fed.memory[(fed.rank + step) % fed.world] + at);
-#pragma unroll
-        for (int32_t i = 0; i < LOADS; i++) {
-          if (i * WARP_BYTES < left) store_global(to + i * WARP_BYTES, w[i]);
-        }
+  const auto offset = [&](int32_t chunk, int32_t piece) {
+    return FED_ROWS + (int64_t)chunks.from(chunk) * row_bytes + piece * FED_PIECE;
+  };
+  const auto size = [&](int32_t chunk, int32_t piece) {
+    return least_of((chunks.to(chunk) - chunks.from(chunk)) * row_bytes - piece * FED_PIECE, FED_PIECE);
+  };
+  const auto claim = [&] { return (int32_t)fetch_add_relaxed_gpu(&fed.state->chunks, 1); };
+  int32_t loading = 0, sending = 0, completing = 0;  // pieces of their chunks
+  int32_t chunk = claim(), next = chunk < chunks.count ? claim() : chunk;
+  for (int32_t turn = 0;; turn++) {
+    const int32_t place = turn % FED_PIECES;
+    if (loading == each) {
+      loading = 0;
+      chunk = next;
+      if (chunk < chunks.count) next = claim();
+    }
+    shared.chunks[place] = chunk;
+    if (chunk < chunks.count) {
+      const int32_t bytes = size(chunk, loading);
+      if (bytes > 0) {
+        mbarrier_arrive_expect(&shared.arrived[place], bytes);
+        bulk_load(pieces + place * FED_PIECE, fed.memory[fed.rank] + offset(chunk, loading), bytes, &shared.arrived[place]);
+      } else {
+        mbarrier_arrive(&shared.arrived[place]);
       }
     }
-    fence_sys();
-    warp_sync();
-    if (lane > 0) continue;
-    const int32_t block = row / FED_BLOCK * FED_BLOCK, block_end = least_of(block + FED_BLOCK, end);
-    const int32_t wanted = block_end - (block < begin ? begin : block);
-    uint32_t* const done = &fed.state->done[row / FED_BLOCK];
-    if ((int32_t)fetch_add_gpu(done, 1) + 1 == wanted) {
+    loading++;
+    if (turn < AHEAD) continue;
+    const int32_t sent = (turn - AHEAD) % FED_PIECES, its_chunk = shared.chunks[sent];
+    if (its_chunk < chunks.count) {
+      while (!mbarrier_try_wait(&shared.arrived[sent], (turn - AHEAD) / FED_PIECES & 1)) {
+      }
+      const int32_t bytes = size(its_chunk, sending);
+      for (int32_t step = 1; bytes > 0 && step < fed.world; step++) {
+        uint8_t* const to = fed.memory[(fed.rank + step) % fed.world];
+        bulk_store(to + offset(its_chunk, sending), pieces + sent * FED_PIECE, bytes);
+      }
+      if (++sending == each) sending = 0;
+    }
+    bulk_commit();
+    bulk_wait<PENDING>();
+    if (turn < AHEAD + PENDING) continue;
+    const int32_t complete = shared.chunks[(turn + 1) % FED_PIECES];
+    if (complete >= chunks.count) return;
+    if (++completing < each) continue;
+    completing = 0;
+    fence_proxy_async();
+    const int32_t from = chunks.from(complete), count = chunks.to(complete) - from;
+    const int32_t block = from / FED_BLOCK * FED_BLOCK, block_end = least_of(block + FED_BLOCK, chunks.end);
+    const int32_t wanted = block_end - (block < chunks.begin ? chunks.begin : block);
+    uint32_t* const done = &fed.state->done[from / FED_BLOCK];
+    if ((int32_t)fetch_add_gpu(done, count) + count == wanted) {
       *done = 0;  // for the next call
       for (int32_t step = 1; step < fed.world; step++) {
-        store_release_sys(fed_flag(fed, (fed.rank + step) % fed.world, fed.rank, row), call);
+        store_release_sys(fed_flag(fed, (fed.rank + step) % fed.world, fed.rank, from), call);
       }
     }
   }

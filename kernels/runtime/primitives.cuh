@@ -272,8 +272,11 @@ template <int PENDING>
 DEVICE void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
-// Waits until all of this thread's groups are complete. Their writes are then visible to this thread.
-DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+// Waits until all of this thread's groups but the latest PENDING are complete. Their writes are then visible to this thread.
+template <int PENDING = 0>
+DEVICE void bulk_wait() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory");
+}
 // Orders ordinary accesses (generic proxy) and bulk copies (async proxy) of this thread, in all state spaces.
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 // The same for shared memory alone. This fence does not wait for the thread's global stores.

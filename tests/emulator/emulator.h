@@ -300,7 +300,10 @@ template <int PENDING>
 DEVICE void bulk_wait_read() {
   emulated_bulk_wait(true, PENDING);
 }
-DEVICE void bulk_wait() { emulated_bulk_wait(false, 0); }
+template <int PENDING = 0>
+DEVICE void bulk_wait() {
+  emulated_bulk_wait(false, PENDING);
+}
 DEVICE void fence_proxy_async() { emulated_fence_proxy_async(); }
 DEVICE void fence_proxy_async_shared() { emulated_fence_proxy_async(); }
 

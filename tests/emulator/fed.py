@@ -194,7 +194,7 @@ class FedMachine(Machine):
                     wrong = out.view(torch.int16) != expected.view(torch.int16)
                     assert not wrong.any(), f"rank {rank}: {int(wrong.sum())} products are wrong"
         for state in self.fed_states:
-            assert not state[2:].any(), "rows of a block are still counted"
+            assert not state[3:].any(), "rows of a block are still counted"
 
 
 def product(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:

@@ -266,7 +266,9 @@ def test_the_host_knows_the_kernels_sizes(tmp_path: Path, width: int) -> None:
         "FED_ROWS": fed.ROWS_OFFSET,
         "sizeof(FedState)": 4 * fed.STATE_WORDS,
         "sizeof(FedParams)": 64,
-        "sizeof(Shared)": joint_mm.shared_bytes(width),
+        "sizeof(Shared)": joint_mm.shared_bytes(width) + fed.SHARED_BYTES,
+        "FED_BLOCK": fed._BLOCK_ROWS,
+        "BAND": fed._BAND,
     }
     ptx_with(fed_mm_program(width, "plain", 0), tmp_path, *(f"{name} == {value}" for name, value in facts.items()))
 
@@ -284,7 +286,6 @@ def test_the_main_loops_wait_for_no_memory(tmp_path: Path, width: int, form: For
 @pytest.mark.full
 @pytest.mark.parametrize(("width", "form"), [(256, "gated"), (224, "plain"), (192, "biased")])
 def test_sums_and_rows_that_are_sent_stay_in_registers(tmp_path: Path, width: int, form: Form) -> None:
-    """Warps that send have 40 registers."""
     cubin = fed_mm_program(width, form, 0).cubin()
     found = resources(cubin, tmp_path)
     assert found["STACK"] == found["LOCAL"] == 0

@@ -413,7 +413,8 @@ KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
       p.state->used[part] = (uint32_t)(residuals.end() / 16);
 #if FED
       add_relaxed_gpu(&p.fed->call, 1);
-      p.fed->claimed = 0;
+      p.fed->pairs = 0;
+      p.fed->chunks = 0;
 #endif
     }
     add_relaxed_gpu(&p.state->phase, one + (blockIdx.x == 0 ? to_next_part(part, ctas) : 0));
