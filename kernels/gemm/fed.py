@@ -14,16 +14,12 @@ MOST_ROWS = _BLOCK_ROWS * _BLOCKS
 ROWS_OFFSET = 4 * _RANKS * _BLOCKS
 """Bytes of the flags, which lie before the rows."""
 STATE_WORDS = 3 + _BLOCKS
-SHARED_BYTES = 272
+SHARED_BYTES = 832
 """Of ``FedShared`` in fed.cuh."""
 _SENDERS = 4
 """Clusters that send rows before they multiply. Bulk copies of eight SMs fill the links of an H100."""
-_CHUNK_BYTES = 128 * 1024
-"""Of rows that a CTA claims at a time, at most. Claims and counts of so many bytes take less time than the bytes on the links."""
-_BAND = 8
-"""As joint_mm.cu has it: pairs over each other that are computed before the pairs beside them."""
-_WIDE = 10
-"""Tiles beside each other, for each peer, from which on other ranks' rows come before their first tiles are computed."""
+_CHUNK_BYTES = 64 * 1024
+"""Of rows that a thread claims at a time, at most. Claims and counts of so many bytes take less time than the bytes on the links."""
 
 
 class FedParams(ctypes.Structure):
@@ -33,8 +29,8 @@ class FedParams(ctypes.Structure):
         ("memory", ctypes.c_void_p),
         ("state", ctypes.c_void_p),
         ("status", ctypes.c_void_p),
-        *((name, ctypes.c_int32) for name in ("rank", "world", "first", "own", "senders", "chunk", "band")),
-        ("unused", ctypes.c_int32 * 3),
+        *((name, ctypes.c_int32) for name in ("rank", "world", "first", "own", "senders", "chunk")),
+        ("unused", ctypes.c_int32 * 4),
     ]
 
 
@@ -61,8 +57,8 @@ class FedRows:
     end: int
     spin_limit: int
 
-    def params(self, wide: int, clusters: int) -> FedParams:
-        """For a GEMM on ``clusters`` clusters, of which ``wide`` tiles have the same rows."""
+    def params(self, clusters: int) -> FedParams:
+        """For a GEMM on ``clusters`` clusters."""
         first, own = own_pairs(len(self.rows), self.begin, self.end)
         return FedParams(
             memory=self.table.data_ptr(),
@@ -74,7 +70,6 @@ class FedRows:
             own=own,
             senders=min(_SENDERS, clusters),
             chunk=rows_of_a_chunk(self.rows.shape[1] * self.rows.itemsize),
-            band=_BAND if wide >= _WIDE * (self.world_size - 1) else 1,
         )
 
 

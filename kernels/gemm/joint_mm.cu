@@ -16,7 +16,7 @@
 // first matrix's, and half the second matrix's. CTA 0 loads the first matrix for both CTAs, and CTA 1 loads the second one.
 //
 // FED: rows that other ranks compute arrive while the kernel runs (fed.cuh). Pairs of this rank's own rows come first. The other
-// ranks' rows follow. The thread that loads rows waits for them. The first clusters that run send this rank's rows before they
+// ranks' rows follow in the order in which they arrive, with all columns of a pair before the next one. The thread that loads rows waits for them. The first clusters that run send this rank's rows before they
 // compute pairs, so clusters don't compute fixed pairs: each claims its next pair, in the order that is said above.
 //
 // Loads and matmuls use Hopper's machine instructions (PTX ISA, wgmma and cp.async.bulk.tensor) in the way that CUTLASS's
@@ -57,7 +57,7 @@ inline constexpr int STAGES = 225 * 1024 / STAGE_BYTES;
 inline constexpr uint16_t BOTH = 3;
 #if FED
 static_assert(FED_BLOCK == TILE_ROWS, "a tile lies in one block");
-static_assert(FED_PIECES * FED_PIECE <= STAGES * STAGE_BYTES, "rows are sent through the stages");
+static_assert(FED_SENDERS * FED_PIECES * FED_PIECE <= STAGES * STAGE_BYTES, "rows are sent through the stages");
 static_assert(STAGES < FED_LETTERS, "see tell");
 #endif
 
@@ -100,7 +100,7 @@ DEVICE bool find(const JointMmParams& params, int32_t number, int32_t rank, Tile
       over = own;
     } else {
       pair -= own * wide;
-      over = others, most = params.fed.band;
+      over = others, most = 1;  // all columns of the rows that arrive first
     }
 #endif
     int32_t band = pair / (most * wide), in_band = pair % (most * wide);
@@ -274,7 +274,10 @@ KERNEL(THREADS, 1) joint_mm(GRID_CONSTANT JointMmParams params) {
 #if FED
   if (rank == 0 && threadIdx.x == 0) tell(shared.fed, 0, first);
   if (told(shared.fed, 0) < 0) {
-    if (threadIdx.x == 0) send_rows(params.fed, shared.fed, shared.stages[0], params.rows, params.depth * 2);
+    const int32_t sender = first_lanes((int32_t)threadIdx.x / 32);
+    if (sender < FED_SENDERS && threadIdx.x % 32 == 0) {
+      send_rows(params.fed, shared.fed, sender, shared.stages[0], params.rows, params.depth * 2);
+    }
     warp_sync();
     cluster_sync();  // both CTAs' shared memory is free for stages
     turn = 1;

@@ -151,8 +151,7 @@ def _launch(
         params.biases[index] = bias.data_ptr()
     used = min(clusters, tiles.whole + tiles.narrow + tiles.low)
     if fed is not None:
-        stored = tiles.width // 2 if form == "gated" else tiles.width
-        params.fed = fed.params(sum(-(-out.shape[1] // stored) for out in outs), used)
+        params.fed = fed.params(used)
     loaded = (
         kernel_on(a.device, tiles.width, form)
         if fed is None

@@ -30,13 +30,15 @@
 //
 // SPIN_LIMIT: polls before a thread gives up and reports phase 4; 0: never.
 #pragma once
-#include "cluster.cuh"
+#include "tiles.cuh"
 
 inline constexpr int32_t FED_BLOCK = 128;  // rows that share a flag; no tile of the GEMM lies in two blocks
 inline constexpr int32_t FED_BLOCKS = 512, FED_RANKS = 8;
 inline constexpr int64_t FED_ROWS = FED_RANKS * FED_BLOCKS * 4;  // bytes before the rows: flags [FED_RANKS, FED_BLOCKS]
 inline constexpr int32_t FED_PHASE = 4;
-inline constexpr int32_t FED_PIECE = 16 * 1024, FED_PIECES = 12;  // bytes of a copy, and how many a CTA has under way
+inline constexpr int32_t FED_SENDERS = 4;                       // threads of a CTA that send rows, each with a ring of pieces
+inline constexpr int32_t FED_PIECE = 8 * 1024, FED_PIECES = 6;  // bytes of a piece, and pieces of a ring
+inline constexpr int32_t FED_TURNS = 32;                        // turns of a thread that sends until their chunks are forgotten
 inline constexpr int32_t FED_LETTERS = 8;  // pairs that a cluster's CTA 0 tells of before the first is forgotten
 
 // The state of this rank's fed calls; all zeros at first.
@@ -57,17 +59,16 @@ struct FedParams {
   int32_t own;        // how many such pairs there are
   int32_t senders;    // clusters that send rows before they multiply
   int32_t chunk;      // rows that are claimed at a time: a power of 2 that divides FED_BLOCK
-  int32_t band;       // pairs over each other of other ranks' rows that are computed before the pairs beside them
-  int32_t unused[3];  // to 64 bytes
+  int32_t unused[4];  // to 64 bytes
 };
 
 // In shared memory of each CTA.
 struct FedShared {
-  uint64_t arrived[FED_PIECES];  // a piece of rows that are sent is in shared memory
-  uint64_t mailed[FED_LETTERS];  // a letter has come
-  uint32_t letters[FED_LETTERS];  // the pairs that the cluster computes, in turn. A negative one: it sends first
-  int32_t pairs[FED_LETTERS];     // the pair whose first stage is the one with this number
-  int32_t chunks[FED_PIECES];     // the chunk of each piece
+  uint64_t arrived[FED_SENDERS][FED_PIECES];  // a piece of rows that are sent is in shared memory
+  int32_t chunks[FED_SENDERS][FED_TURNS];     // the chunk of the piece of each turn
+  uint64_t mailed[FED_LETTERS];               // a letter has come
+  uint32_t letters[FED_LETTERS];              // the pairs that the cluster computes, in turn. A negative one: it sends first
+  int32_t pairs[FED_LETTERS];                 // the pair whose first stage is the one with this number
 };
 
 // Pairs that are not this rank's own are numbered from the one behind its last own pair on, past the end of the rows to their
@@ -107,7 +108,7 @@ DEVICE void await_rows(const FedParams& fed, uint32_t call, int32_t rows, int32_
 }
 
 DEVICE void init_fed(FedShared& shared) {
-  for (int32_t piece = 0; piece < FED_PIECES; piece++) mbarrier_init(&shared.arrived[piece], 1);
+  for (int32_t piece = 0; piece < FED_SENDERS * FED_PIECES; piece++) mbarrier_init(&shared.arrived[0][piece], 1);
   for (int32_t letter = 0; letter < FED_LETTERS; letter++) mbarrier_init(&shared.mailed[letter], 1);
   mbarrier_arrive_expect(&shared.mailed[0], 4);
 }
@@ -148,15 +149,20 @@ struct Chunks {
   DEVICE int32_t to(int32_t chunk) const { return least_of((first + chunk + 1) * rows, end); }
 };
 
-// One thread sends this rank's rows to the peers, except for chunks that other CTAs have claimed. `pieces`: shared memory for
-// FED_PIECES pieces, which nothing else touches meanwhile.
+// Thread `sender` of FED_SENDERS sends this rank's rows to the peers, except for chunks that other threads have claimed. `pieces`:
+// shared memory for all threads' pieces, which nothing else touches meanwhile.
 //
-// A piece is loaded, sent AHEAD pieces later, and complete PENDING pieces after that. Then its place is free.
-DEVICE void send_rows(const FedParams& fed, FedShared& shared, uint8_t* pieces, int32_t rows, int32_t row_bytes) {
-  constexpr int32_t AHEAD = FED_PIECES / 2 - 1, PENDING = FED_PIECES - AHEAD - 1;
+// In each turn a piece is loaded, and the piece of AHEAD turns before is sent. A place of the ring is free when the copies have
+// read it, which is long before they are complete. So a chunk is counted only LAG turns after its last piece has been sent.
+DEVICE void send_rows(
+    const FedParams& fed, FedShared& shared, int32_t sender, uint8_t* pieces, int32_t rows, int32_t row_bytes) {
+  constexpr int32_t AHEAD = FED_PIECES / 2, LAG = 20;
+  static_assert(AHEAD + LAG < FED_TURNS, "chunks are known until they are counted");
   const Chunks chunks(fed, rows);
   const int32_t each = (chunks.rows * row_bytes + FED_PIECE - 1) / FED_PIECE;  // pieces of a chunk; the last ones may be empty
   const uint32_t call = fed.state->call;
+  uint64_t* const arrived = shared.arrived[sender];
+  pieces += sender * FED_PIECES * FED_PIECE;
   const auto offset = [&](int32_t chunk, int32_t piece) {
     return FED_ROWS + (int64_t)chunks.from(chunk) * row_bytes + piece * FED_PIECE;
   };
@@ -164,52 +170,55 @@ DEVICE void send_rows(const FedParams& fed, FedShared& shared, uint8_t* pieces, 
     return least_of((chunks.to(chunk) - chunks.from(chunk)) * row_bytes - piece * FED_PIECE, FED_PIECE);
   };
   const auto claim = [&] { return (int32_t)fetch_add_relaxed_gpu(&fed.state->chunks, 1); };
-  int32_t loading = 0, sending = 0, completing = 0;  // pieces of their chunks
+  Ring<FED_PIECES> in, out;
+  int32_t loading = 0, sending = 0, counting = 0;  // pieces of their chunks
   int32_t chunk = claim(), next = chunk < chunks.count ? claim() : chunk;
   for (int32_t turn = 0;; turn++) {
-    const int32_t place = turn % FED_PIECES;
     if (loading == each) {
       loading = 0;
       chunk = next;
       if (chunk < chunks.count) next = claim();
     }
-    shared.chunks[place] = chunk;
+    shared.chunks[sender][turn % FED_TURNS] = chunk;
     if (chunk < chunks.count) {
       const int32_t bytes = size(chunk, loading);
       if (bytes > 0) {
-        mbarrier_arrive_expect(&shared.arrived[place], bytes);
-        bulk_load(pieces + place * FED_PIECE, fed.memory[fed.rank] + offset(chunk, loading), bytes, &shared.arrived[place]);
+        mbarrier_arrive_expect(&arrived[in.stage], bytes);
+        bulk_load(pieces + in.stage * FED_PIECE, fed.memory[fed.rank] + offset(chunk, loading), bytes, &arrived[in.stage]);
       } else {
-        mbarrier_arrive(&shared.arrived[place]);
+        mbarrier_arrive(&arrived[in.stage]);
       }
+      loading++;
+      in.next();
     }
-    loading++;
     if (turn < AHEAD) continue;
-    const int32_t sent = (turn - AHEAD) % FED_PIECES, its_chunk = shared.chunks[sent];
-    if (its_chunk < chunks.count) {
-      while (!mbarrier_try_wait(&shared.arrived[sent], (turn - AHEAD) / FED_PIECES & 1)) {
+    const int32_t sent = shared.chunks[sender][(turn - AHEAD) % FED_TURNS];
+    if (sent < chunks.count) {
+      while (!mbarrier_try_wait(&arrived[out.stage], out.parity)) {
       }
-      const int32_t bytes = size(its_chunk, sending);
+      const int32_t bytes = size(sent, sending);
       for (int32_t step = 1; bytes > 0 && step < fed.world; step++) {
         uint8_t* const to = fed.memory[(fed.rank + step) % fed.world];
-        bulk_store(to + offset(its_chunk, sending), pieces + sent * FED_PIECE, bytes);
+        bulk_store(to + offset(sent, sending), pieces + out.stage * FED_PIECE, bytes);
       }
       if (++sending == each) sending = 0;
+      out.next();
     }
     bulk_commit();
-    bulk_wait<PENDING>();
-    if (turn < AHEAD + PENDING) continue;
-    const int32_t complete = shared.chunks[(turn + 1) % FED_PIECES];
-    if (complete >= chunks.count) return;
-    if (++completing < each) continue;
-    completing = 0;
+    bulk_wait_read<FED_PIECES - AHEAD - 1>();
+    bulk_wait<LAG>();
+    if (turn < AHEAD + LAG) continue;
+    const int32_t done = shared.chunks[sender][(turn - AHEAD - LAG) % FED_TURNS];
+    if (done >= chunks.count) return;
+    if (++counting < each) continue;
+    counting = 0;
     fence_proxy_async();
-    const int32_t from = chunks.from(complete), count = chunks.to(complete) - from;
+    const int32_t from = chunks.from(done), count = chunks.to(done) - from;
     const int32_t block = from / FED_BLOCK * FED_BLOCK, block_end = least_of(block + FED_BLOCK, chunks.end);
     const int32_t wanted = block_end - (block < chunks.begin ? chunks.begin : block);
-    uint32_t* const done = &fed.state->done[from / FED_BLOCK];
-    if ((int32_t)fetch_add_gpu(done, count) + count == wanted) {
-      *done = 0;  // for the next call
+    uint32_t* const counted = &fed.state->done[from / FED_BLOCK];
+    if ((int32_t)fetch_add_gpu(counted, count) + count == wanted) {
+      *counted = 0;  // for the next call
       for (int32_t step = 1; step < fed.world; step++) {
         store_release_sys(fed_flag(fed, (fed.rank + step) % fed.world, fed.rank, from), call);
       }

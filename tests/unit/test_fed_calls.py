@@ -268,7 +268,6 @@ def test_the_host_knows_the_kernels_sizes(tmp_path: Path, width: int) -> None:
         "sizeof(FedParams)": 64,
         "sizeof(Shared)": joint_mm.shared_bytes(width) + fed.SHARED_BYTES,
         "FED_BLOCK": fed._BLOCK_ROWS,
-        "BAND": fed._BAND,
     }
     ptx_with(fed_mm_program(width, "plain", 0), tmp_path, *(f"{name} == {value}" for name, value in facts.items()))
 
