@@ -156,7 +156,7 @@ struct Chunks {
 // read it, which is long before they are complete. So a chunk is counted only LAG turns after its last piece has been sent.
 DEVICE void send_rows(
     const FedParams& fed, FedShared& shared, int32_t sender, uint8_t* pieces, int32_t rows, int32_t row_bytes) {
-  constexpr int32_t AHEAD = FED_PIECES / 2, LAG = 20;
+  constexpr int32_t AHEAD = FED_PIECES / 2, LAG = 6;
   static_assert(AHEAD + LAG < FED_TURNS, "chunks are known until they are counted");
   const Chunks chunks(fed, rows);
   const int32_t each = (chunks.rows * row_bytes + FED_PIECE - 1) / FED_PIECE;  // pieces of a chunk; the last ones may be empty
@@ -172,7 +172,7 @@ DEVICE void send_rows(
   const auto claim = [&] { return (int32_t)fetch_add_relaxed_gpu(&fed.state->chunks, 1); };
   Ring<FED_PIECES> in, out;
   int32_t loading = 0, sending = 0, counting = 0;  // pieces of their chunks
-  int32_t chunk = claim(), next = chunk < chunks.count ? claim() : chunk;
+  int32_t chunk = claim(), next = claim();
   for (int32_t turn = 0;; turn++) {
     if (loading == each) {
       loading = 0;
