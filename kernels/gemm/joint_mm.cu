@@ -299,7 +299,7 @@ KERNEL(THREADS, 1) joint_mm(GRID_CONSTANT JointMmParams params) {
     more_registers<232>();
     int32_t warp = first_lanes((int32_t)threadIdx.x / 32 - 4), warpgroup = warp / 4;  // `warp` counts over both warpgroups
     Ring<STAGES> ring;
-    Tile tile;
+    Tile tile = {};
     const auto compute = [&] {
       const int32_t below = tile.low ? 0 : warpgroup, beside = warpgroup - below;
       const int32_t row = tile.row + below * 64 + warp % 4 * 16, column = tile.column + beside * (OUT_COLUMNS / 2);
