@@ -266,7 +266,7 @@ KERNEL(THREADS, 1) joint_mm(GRID_CONSTANT JointMmParams params) {
       mbarrier_init(&shared.empty[stage], 2 * 4 * CONSUMERS);
     }
 #if FED
-    init_fed(shared.fed);
+    init_fed(params.fed, shared.fed);
 #endif
     mbarrier_init_fence();
   }

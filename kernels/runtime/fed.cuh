@@ -10,8 +10,8 @@
 //
 // Order. A thread waits until its copies of a chunk are complete. Then it adds the chunk's rows to done[block]. That addition
 // acquires and releases, so the thread that completes the block knows of all its rows. It stores the flag with a release at system
-// scope, which orders all copies before the flag. The reader acquires the flag. Copies and loads are of the async proxy, so the
-// writer executes a fence behind its copies, and the reader one before its loads.
+// scope, which orders all copies before the flag. The reader acquires the flag. It executes a fence before its loads, because the
+// async proxy makes them. The writer needs none: by PTX such a fence is part of the end of a copy.
 //
 // No row is overwritten while a rank still reads it. In call k+1 of the slot, two kinds of kernels write rows of this rank's
 // part. This rank's own kernel writes when sums of call k+1 from all ranks have come. The peers' GEMMs write rows to which all
@@ -38,7 +38,7 @@ inline constexpr int64_t FED_ROWS = FED_RANKS * FED_BLOCKS * 4;  // bytes before
 inline constexpr int32_t FED_PHASE = 4;
 inline constexpr int32_t FED_SENDERS = 4;                       // threads of a CTA that send rows, each with a ring of pieces
 inline constexpr int32_t FED_PIECE = 8 * 1024, FED_PIECES = 6;  // bytes of a piece, and pieces of a ring
-inline constexpr int32_t FED_TURNS = 32;                        // turns of a thread that sends until their chunks are forgotten
+inline constexpr int32_t FED_TURNS = 16;                        // turns of a thread that sends until they are forgotten
 inline constexpr int32_t FED_LETTERS = 8;  // pairs that a cluster's CTA 0 tells of before the first is forgotten
 
 // The state of this rank's fed calls; all zeros at first.
@@ -62,10 +62,17 @@ struct FedParams {
   int32_t unused[4];  // to 64 bytes
 };
 
+struct FedPiece {
+  int32_t offset;  // 16-byte units from the begin of the rows
+  int32_t bytes;
+};
+
 // In shared memory of each CTA.
 struct FedShared {
   uint64_t arrived[FED_SENDERS][FED_PIECES];  // a piece of rows that are sent is in shared memory
-  int32_t chunks[FED_SENDERS][FED_TURNS];     // the chunk of the piece of each turn
+  FedPiece pieces[FED_SENDERS][FED_PIECES];   // what is there
+  int32_t turns[FED_SENDERS][FED_TURNS];      // what each turn has loaded: the chunk, if it was the chunk's last piece, or see below
+  uint8_t* to[FED_RANKS];                     // the rows of each peer, by step
   uint64_t mailed[FED_LETTERS];               // a letter has come
   uint32_t letters[FED_LETTERS];              // the pairs that the cluster computes, in turn. A negative one: it sends first
   int32_t pairs[FED_LETTERS];                 // the pair whose first stage is the one with this number
@@ -107,10 +114,11 @@ DEVICE void await_rows(const FedParams& fed, uint32_t call, int32_t rows, int32_
   fence_proxy_async();
 }
 
-DEVICE void init_fed(FedShared& shared) {
+DEVICE void init_fed(const FedParams& fed, FedShared& shared) {
   for (int32_t piece = 0; piece < FED_SENDERS * FED_PIECES; piece++) mbarrier_init(&shared.arrived[0][piece], 1);
   for (int32_t letter = 0; letter < FED_LETTERS; letter++) mbarrier_init(&shared.mailed[letter], 1);
   mbarrier_arrive_expect(&shared.mailed[0], 4);
+  for (int32_t step = 0; step < fed.world; step++) shared.to[step] = fed.memory[(fed.rank + step) % fed.world] + FED_ROWS;
 }
 
 // The next pair, for one cluster. Below 0: the cluster sends rows first.
@@ -149,79 +157,77 @@ struct Chunks {
   DEVICE int32_t to(int32_t chunk) const { return least_of((first + chunk + 1) * rows, end); }
 };
 
-// Thread `sender` of FED_SENDERS sends this rank's rows to the peers, except for chunks that other threads have claimed. `pieces`:
+// One thread counts the rows of a chunk, which have gone to the peers as far as it knows.
+DEVICE void count_rows(const FedParams& fed, FedShared& shared, const Chunks& chunks, int32_t chunk) {
+  const int32_t from = chunks.from(chunk), count = chunks.to(chunk) - from;
+  const int32_t block = from / FED_BLOCK * FED_BLOCK, block_end = least_of(block + FED_BLOCK, chunks.end);
+  const int32_t wanted = block_end - (block < chunks.begin ? chunks.begin : block);
+  uint32_t* const done = &fed.state->done[from / FED_BLOCK];
+  if ((int32_t)fetch_add_gpu(done, count) + count != wanted) return;
+  *done = 0;  // for the next call
+  for (int32_t step = 1; step < fed.world; step++) {
+    store_release_sys(fed_flag(fed, (fed.rank + step) % fed.world, fed.rank, from), fed.state->call);
+  }
+}
+
+// Thread `sender` of FED_SENDERS sends this rank's rows to the peers, except for chunks that other threads have claimed. `ring`:
 // shared memory for all threads' pieces, which nothing else touches meanwhile.
 //
 // In each turn a piece is loaded, and the piece of AHEAD turns before is sent. A place of the ring is free when the copies have
 // read it, which is long before they are complete. So a chunk is counted only LAG turns after its last piece has been sent.
-DEVICE void send_rows(
-    const FedParams& fed, FedShared& shared, int32_t sender, uint8_t* pieces, int32_t rows, int32_t row_bytes) {
-  constexpr int32_t AHEAD = FED_PIECES / 2, LAG = 6;
-  static_assert(AHEAD + LAG < FED_TURNS, "chunks are known until they are counted");
+DEVICE void send_rows(const FedParams& fed, FedShared& shared, int32_t sender, uint8_t* ring, int32_t rows, int32_t row_bytes) {
+  constexpr int32_t AHEAD = 2, LAG = 6, MORE = -1, OVER = -2;  // a turn that has loaded a piece that is not the last; or nothing
+  static_assert(AHEAD + LAG < FED_TURNS, "turns are known until they are counted");
   const Chunks chunks(fed, rows);
-  const int32_t each = (chunks.rows * row_bytes + FED_PIECE - 1) / FED_PIECE;  // pieces of a chunk; the last ones may be empty
-  const uint32_t call = fed.state->call;
   uint64_t* const arrived = shared.arrived[sender];
-  pieces += sender * FED_PIECES * FED_PIECE;
-  const auto offset = [&](int32_t chunk, int32_t piece) {
-    return FED_ROWS + (int64_t)chunks.from(chunk) * row_bytes + piece * FED_PIECE;
-  };
-  const auto size = [&](int32_t chunk, int32_t piece) {
-    return least_of((chunks.to(chunk) - chunks.from(chunk)) * row_bytes - piece * FED_PIECE, FED_PIECE);
-  };
+  FedPiece* const pieces = shared.pieces[sender];
+  int32_t* const turns = shared.turns[sender];
+  const uint8_t* const own = shared.to[0];
+  ring += sender * FED_PIECES * FED_PIECE;
   const auto claim = [&] { return (int32_t)fetch_add_relaxed_gpu(&fed.state->chunks, 1); };
   Ring<FED_PIECES> in, out;
-  int32_t loading = 0, sending = 0, counting = 0;  // pieces of their chunks
-  int32_t chunk = claim(), next = claim();
+  int64_t at = 0;
+  int32_t chunk = claim(), next = claim(), left = 0;
+  bool begins = true;
   for (int32_t turn = 0;; turn++) {
-    if (loading == each) {
-      loading = 0;
-      chunk = next;
-      if (chunk < chunks.count) next = claim();
+    if (begins && chunk < chunks.count) {
+      at = (int64_t)chunks.from(chunk) * row_bytes;
+      left = (chunks.to(chunk) - chunks.from(chunk)) * row_bytes;
+      begins = false;
     }
-    shared.chunks[sender][turn % FED_TURNS] = chunk;
-    if (chunk < chunks.count) {
-      const int32_t bytes = size(chunk, loading);
-      if (bytes > 0) {
-        mbarrier_arrive_expect(&arrived[in.stage], bytes);
-        bulk_load(pieces + in.stage * FED_PIECE, fed.memory[fed.rank] + offset(chunk, loading), bytes, &arrived[in.stage]);
-      } else {
-        mbarrier_arrive(&arrived[in.stage]);
+    int32_t loaded = OVER;
+    if (!begins) {
+      const int32_t bytes = least_of(left, FED_PIECE);
+      mbarrier_arrive_expect(&arrived[in.stage], bytes);
+      bulk_load(ring + in.stage * FED_PIECE, own + at, bytes, &arrived[in.stage]);
+      pieces[in.stage] = {(int32_t)(at / 16), bytes};
+      at += bytes;
+      left -= bytes;
+      loaded = MORE;
+      if (left == 0) {
+        loaded = chunk;
+        chunk = next;
+        next = claim();
+        begins = true;
       }
-      loading++;
       in.next();
     }
+    turns[turn % FED_TURNS] = loaded;
     if (turn < AHEAD) continue;
-    const int32_t sent = shared.chunks[sender][(turn - AHEAD) % FED_TURNS];
-    if (sent < chunks.count) {
-      while (!mbarrier_try_wait(&arrived[out.stage], out.parity)) {
+    if (turns[(turn - AHEAD) % FED_TURNS] != OVER) {
+      const FedPiece piece = pieces[out.stage];
+      wait(&arrived[out.stage], out.parity);
+      for (int32_t step = 1; step < fed.world; step++) {
+        bulk_store(shared.to[step] + (int64_t)piece.offset * 16, ring + out.stage * FED_PIECE, piece.bytes);
       }
-      const int32_t bytes = size(sent, sending);
-      for (int32_t step = 1; bytes > 0 && step < fed.world; step++) {
-        uint8_t* const to = fed.memory[(fed.rank + step) % fed.world];
-        bulk_store(to + offset(sent, sending), pieces + out.stage * FED_PIECE, bytes);
-      }
-      if (++sending == each) sending = 0;
       out.next();
     }
     bulk_commit();
     bulk_wait_read<FED_PIECES - AHEAD - 1>();
     bulk_wait<LAG>();
     if (turn < AHEAD + LAG) continue;
-    const int32_t done = shared.chunks[sender][(turn - AHEAD - LAG) % FED_TURNS];
-    if (done >= chunks.count) return;
-    if (++counting < each) continue;
-    counting = 0;
-    fence_proxy_async();
-    const int32_t from = chunks.from(done), count = chunks.to(done) - from;
-    const int32_t block = from / FED_BLOCK * FED_BLOCK, block_end = least_of(block + FED_BLOCK, chunks.end);
-    const int32_t wanted = block_end - (block < chunks.begin ? chunks.begin : block);
-    uint32_t* const counted = &fed.state->done[from / FED_BLOCK];
-    if ((int32_t)fetch_add_gpu(counted, count) + count == wanted) {
-      *counted = 0;  // for the next call
-      for (int32_t step = 1; step < fed.world; step++) {
-        store_release_sys(fed_flag(fed, (fed.rank + step) % fed.world, fed.rank, from), call);
-      }
-    }
+    const int32_t complete = turns[(turn - AHEAD - LAG) % FED_TURNS];
+    if (complete == OVER) return;
+    if (complete >= 0) count_rows(fed, shared, chunks, complete);
   }
 }
