@@ -16,8 +16,9 @@ ROWS_OFFSET = 4 * _RANKS * _BLOCKS
 STATE_WORDS = 3 + _BLOCKS
 SHARED_BYTES = 832
 """Of ``FedShared`` in fed.cuh."""
-_SENDERS = 4
-"""Clusters that send rows before they multiply. Bulk copies of eight SMs fill the links of an H100."""
+_SENDERS, _SENDERS_TO_MANY = 3, 5
+"""Clusters that send rows before they multiply, to one peer and to more. Five fill the links of an H100. But what they send is only
+needed when the other clusters have computed their own rows, and clusters that send compute fewer tiles."""
 _CHUNK_BYTES = 64 * 1024
 """Of rows that a thread claims at a time, at most. Claims and counts of so many bytes take less time than the bytes on the links."""
 
@@ -68,7 +69,7 @@ class FedRows:
             world=self.world_size,
             first=first,
             own=own,
-            senders=min(_SENDERS, clusters),
+            senders=min(_SENDERS if self.world_size == 2 else _SENDERS_TO_MANY, clusters),
             chunk=rows_of_a_chunk(self.rows.shape[1] * self.rows.itemsize),
         )
 

@@ -155,29 +155,39 @@ DEVICE void fill_pair(
 }
 
 #if FED
-// From `turn` on, of which CTA 0 has told. It claims the next pair in the middle of this one, so that no cluster claims early what
-// another could begin sooner, and tells of it when the answer should be there.
+// From `turn` on, of which CTA 0 has told. In the middle of a pair CTA 0 claims the next one: not earlier, so that it goes to the
+// cluster that can begin it soonest. Then it tells of it, and both CTAs look whether its rows are there. Each step has time until
+// the next one, so no stage waits for it.
 DEVICE void fill(const JointMmParams& params, Shared& shared, int32_t rank, int32_t turn) {
-  const uint32_t call = params.fed.state->call;
-  const int32_t claims = params.depth / 2 / TILE_DEPTH * TILE_DEPTH, tells = params.depth * 3 / 4 / TILE_DEPTH * TILE_DEPTH;
+  const auto depth_at = [&](int32_t eighths) { return params.depth * eighths / 8 / TILE_DEPTH * TILE_DEPTH; };
   Ring<STAGES> ring;
-  Tile tile;
+  int32_t pair = told(shared.fed, turn);
+  bool there = false;
+  const auto look = [&](const Tile& tile, bool waits) {
+    return have_arrived(params.fed, params.rows, tile.row, tile.low ? TILE_ROWS / 2 : TILE_ROWS, waits);
+  };
   for (;; turn++) {
-    const int32_t pair = told(shared.fed, turn);
+    Tile tile;
+    const bool exists = find(params, pair, rank, tile);
     wait(&shared.empty[ring.stage], ring.parity ^ 1);
     shared.fed.pairs[ring.stage] = pair;
-    if (!find(params, pair, rank, tile)) {
+    if (!exists) {
       mbarrier_arrive(&shared.full[ring.stage]);
       return;
     }
-    await_rows(params.fed, call, params.rows, tile.row, tile.low ? TILE_ROWS / 2 : TILE_ROWS);
+    if (!there) look(tile, true);
     int32_t next = 0;
     fill_pair(params, shared, ring, tile, rank, [&](int32_t k) {
-      if (rank > 0) return;
-      if (k == claims) next = claim_pair(params.fed);
-      if (k != tells) return;
-      while (next < 0) next = claim_pair(params.fed);  // clusters that have not begun need not send: all rows are claimed
-      tell(shared.fed, turn + 1, next);
+      if (rank == 0 && k == depth_at(4)) next = claim_pair(params.fed);
+      if (rank == 0 && k == depth_at(5)) {
+        while (next < 0) next = claim_pair(params.fed);  // clusters that have not begun need not send: all rows are claimed
+        tell(shared.fed, turn + 1, next);
+      }
+      if (k == depth_at(6)) {
+        Tile coming;
+        pair = told(shared.fed, turn + 1);
+        there = find(params, pair, rank, coming) && look(coming, false);
+      }
     });
   }
 }
@@ -265,11 +275,15 @@ KERNEL(THREADS, 1) joint_mm(GRID_CONSTANT JointMmParams params) {
       mbarrier_init(&shared.full[stage], 1);
       mbarrier_init(&shared.empty[stage], 2 * 4 * CONSUMERS);
     }
-#if FED
-    init_fed(params.fed, shared.fed);
-#endif
     mbarrier_init_fence();
   }
+#if FED
+  if (threadIdx.x < 32) {
+    warp_sync();
+    init_fed(params.fed, shared.fed);
+  }
+  warp_sync();
+#endif
   cluster_sync();
 #if FED
   if (rank == 0 && threadIdx.x == 0) tell(shared.fed, 0, first);

@@ -93,15 +93,20 @@ DEVICE uint32_t* fed_flag(const FedParams& fed, int32_t of, int32_t owner, int32
   return (uint32_t*)fed.memory[of] + owner * FED_BLOCKS + row / FED_BLOCK;
 }
 
-// One thread waits until the first `height` rows from `row` on have arrived. They lie in one block. `rows`: rows of the call.
-DEVICE void await_rows(const FedParams& fed, uint32_t call, int32_t rows, int32_t row, int32_t height) {
+// Whether the first `height` rows from `row` on have arrived, for one thread. They lie in one block. `rows`: rows of the call.
+// `waits`: the thread waits until they have.
+DEVICE bool have_arrived(const FedParams& fed, int32_t rows, int32_t row, int32_t height, bool waits) {
   const int32_t share = fed_share(fed, rows), end = least_of(row + height, rows);
-  if (row >= end) return;
+  if (row >= end) return true;
+  const uint32_t call = fed.state->call;
+  bool others = false;
   for (int32_t owner = row / share; owner * share < end; owner++) {
     if (owner == fed.rank) continue;
+    others = true;
     const uint32_t* flag = fed_flag(fed, fed.rank, owner, row);
     [[maybe_unused]] uint32_t polls = 0;
     while ((int32_t)(load_acquire_sys(flag) - call) < 0) {
+      if (!waits) return false;
 #if SPIN_LIMIT
       if (++polls == SPIN_LIMIT) {
         int32_t* report = fed.status + blockIdx.x * FED_RANKS + owner;
@@ -111,22 +116,27 @@ DEVICE void await_rows(const FedParams& fed, uint32_t call, int32_t rows, int32_
 #endif
     }
   }
-  fence_proxy_async();
+  if (others) fence_proxy_async();
+  return true;
 }
 
+// All lanes of a warp.
 DEVICE void init_fed(const FedParams& fed, FedShared& shared) {
-  for (int32_t piece = 0; piece < FED_SENDERS * FED_PIECES; piece++) mbarrier_init(&shared.arrived[0][piece], 1);
-  for (int32_t letter = 0; letter < FED_LETTERS; letter++) mbarrier_init(&shared.mailed[letter], 1);
-  mbarrier_arrive_expect(&shared.mailed[0], 4);
-  for (int32_t step = 0; step < fed.world; step++) shared.to[step] = fed.memory[(fed.rank + step) % fed.world] + FED_ROWS;
+  static_assert(FED_SENDERS * FED_PIECES <= 32 && FED_LETTERS <= 32 && FED_RANKS <= 32, "a lane for each");
+  const int32_t lane = threadIdx.x % 32;
+  if (lane < FED_SENDERS * FED_PIECES) mbarrier_init(&shared.arrived[0][lane], 1);
+  if (lane < FED_LETTERS) mbarrier_init(&shared.mailed[lane], 1);
+  if (lane == 0) mbarrier_arrive_expect(&shared.mailed[0], 4);
+  if (lane < fed.world) shared.to[lane] = fed.memory[(fed.rank + lane) % fed.world] + FED_ROWS;
+  mbarrier_init_fence();
 }
 
 // The next pair, for one cluster. Below 0: the cluster sends rows first.
 DEVICE int32_t claim_pair(const FedParams& fed) { return (int32_t)fetch_add_relaxed_gpu(&fed.state->pairs, 1) - fed.senders; }
 
-// CTA 0 tells both CTAs of a cluster which pair they compute in a turn. The letter of FED_LETTERS turns before has been read: CTA 0
-// has filled the first stage of the turn before this one, so CTA 1 has read that stage's contents of STAGES stages before, and a
-// turn has one stage at least.
+// CTA 0 tells both CTAs of a cluster which pair they compute in a turn. The letter of FED_LETTERS turns before has been read. For CTA
+// 0 has filled a stage of the turn before this one. So CTA 1 has read what that stage had before, which was STAGES stages earlier,
+// and a turn has one stage at least.
 DEVICE void tell(FedShared& shared, int32_t turn, int32_t pair) {
   const int32_t letter = turn % FED_LETTERS;
   for (uint32_t cta = 0; cta < 2; cta++) store_to_cta(cta, &shared.letters[letter], (uint32_t)pair, &shared.mailed[letter]);
