@@ -19,6 +19,8 @@
 // ranks' rows follow in the order in which they arrive, with all columns of a pair before the next one. The thread that loads rows waits for them. The first clusters that run send this rank's rows before they
 // compute pairs, so clusters don't compute fixed pairs: each claims its next pair, in the order that is said above.
 //
+// The kernel is launched programmatically: its CTAs may prepare while those of the kernel before it end.
+//
 // Loads and matmuls use Hopper's machine instructions (PTX ISA, wgmma and cp.async.bulk.tensor) in the way that CUTLASS's
 // persistent cooperative kernels do.
 
@@ -138,15 +140,18 @@ DEVICE void fill_pair(
   const TensorMap& matrix = params.matrices[GATED ? rank : tile.matrix];
   const int32_t halves = tile.low ? 1 : 2, quarters = tile.narrow ? 1 : 2;  // of rows and of columns, that this CTA loads
   const int32_t column = tile.column + (GATED ? 0 : rank * quarters * (COLUMNS / 4));
+  constexpr int UNROLLED = FED ? 1 : 4;  // a fed GEMM has no registers for more
   for (int32_t k = 0; k < params.depth; k += TILE_DEPTH, ring.next()) {
     uint8_t* a = shared.stages[ring.stage];
     uint8_t* b = a + 2 * HALF_A;
     uint64_t* full = &shared.full[ring.stage];
     wait(&shared.empty[ring.stage], ring.parity ^ 1);
     mbarrier_arrive_expect(full, halves * HALF_A + 2 * quarters * QUARTER_B);
+#pragma unroll UNROLLED
     for (int32_t half = 0; half < halves; half++) {
       load_tile(a + half * HALF_A, params.a, k, tile.row + half * (TILE_ROWS / 2), full);
     }
+#pragma unroll UNROLLED
     for (int32_t quarter = 0; quarter < quarters; quarter++) {
       load_tile_to(BOTH, b + (rank * quarters + quarter) * QUARTER_B, matrix, k, column + quarter * (COLUMNS / 4), full);
     }
@@ -155,9 +160,9 @@ DEVICE void fill_pair(
 }
 
 #if FED
-// From `turn` on, of which CTA 0 has told. In the middle of a pair CTA 0 claims the next one: not earlier, so that it goes to the
-// cluster that can begin it soonest. Then it tells of it, and both CTAs look whether its rows are there. Each step has time until
-// the next one, so no stage waits for it.
+// From `turn` on, of which CTA 0 has told. In the middle of a pair CTA 0 claims the next one and tells of it: not earlier, so that a
+// pair goes to the cluster that can begin it soonest. Later both CTAs look whether its rows are there. Stages that are full then
+// hide what these steps take.
 DEVICE void fill(const JointMmParams& params, Shared& shared, int32_t rank, int32_t turn) {
   const auto depth_at = [&](int32_t eighths) { return params.depth * eighths / 8 / TILE_DEPTH * TILE_DEPTH; };
   Ring<STAGES> ring;
@@ -176,13 +181,8 @@ DEVICE void fill(const JointMmParams& params, Shared& shared, int32_t rank, int3
       return;
     }
     if (!there) look(tile, true);
-    int32_t next = 0;
     fill_pair(params, shared, ring, tile, rank, [&](int32_t k) {
-      if (rank == 0 && k == depth_at(4)) next = claim_pair(params.fed);
-      if (rank == 0 && k == depth_at(5)) {
-        while (next < 0) next = claim_pair(params.fed);  // clusters that have not begun need not send: all rows are claimed
-        tell(shared.fed, turn + 1, next);
-      }
+      if (rank == 0 && k == depth_at(4)) tell(shared.fed, turn + 1, next_pair(params.fed));
       if (k == depth_at(6)) {
         Tile coming;
         pair = told(shared.fed, turn + 1);
@@ -263,8 +263,7 @@ KERNEL(THREADS, 1) joint_mm(GRID_CONSTANT JointMmParams params) {
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared());
   int32_t rank = (int32_t)cluster_rank();
 #if FED
-  int32_t first = 0, turn = 0;
-  if (rank == 0 && threadIdx.x == 0) first = claim_pair(params.fed);
+  int32_t turn = 0;
 #endif
   if (threadIdx.x == 0) {
     prefetch_map(params.a);
@@ -285,8 +284,9 @@ KERNEL(THREADS, 1) joint_mm(GRID_CONSTANT JointMmParams params) {
   warp_sync();
 #endif
   cluster_sync();
+  grid_dependency_wait();
 #if FED
-  if (rank == 0 && threadIdx.x == 0) tell(shared.fed, 0, first);
+  if (rank == 0 && threadIdx.x == 0) tell(shared.fed, 0, claim_pair(params.fed));
   if (told(shared.fed, 0) < 0) {
     const int32_t sender = first_lanes((int32_t)threadIdx.x / 32);
     if (sender < FED_SENDERS && threadIdx.x % 32 == 0) {
@@ -295,11 +295,7 @@ KERNEL(THREADS, 1) joint_mm(GRID_CONSTANT JointMmParams params) {
     warp_sync();
     cluster_sync();  // both CTAs' shared memory is free for stages
     turn = 1;
-    if (rank == 0 && threadIdx.x == 0) {
-      do first = claim_pair(params.fed);
-      while (first < 0);
-      tell(shared.fed, turn, first);
-    }
+    if (rank == 0 && threadIdx.x == 0) tell(shared.fed, turn, next_pair(params.fed));
   }
 #endif
   if (threadIdx.x < 128) {

@@ -133,6 +133,13 @@ DEVICE void init_fed(const FedParams& fed, FedShared& shared) {
 
 // The next pair, for one cluster. Below 0: the cluster sends rows first.
 DEVICE int32_t claim_pair(const FedParams& fed) { return (int32_t)fetch_add_relaxed_gpu(&fed.state->pairs, 1) - fed.senders; }
+// The next pair for a cluster that has sent. Clusters that have not begun need not send any more: all rows have been claimed.
+DEVICE int32_t next_pair(const FedParams& fed) {
+  int32_t pair;
+  do pair = claim_pair(fed);
+  while (pair < 0);
+  return pair;
+}
 
 // CTA 0 tells both CTAs of a cluster which pair they compute in a turn. The letter of FED_LETTERS turns before has been read. For CTA
 // 0 has filled a stage of the turn before this one. So CTA 1 has read what that stage had before, which was STAGES stages earlier,
