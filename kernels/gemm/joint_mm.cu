@@ -15,11 +15,10 @@
 // GATED: there are two matrices, and silu(rows * the first) * (rows * the second) is stored. Half of a tile's columns are the
 // first matrix's, and half the second matrix's. CTA 0 loads the first matrix for both CTAs, and CTA 1 loads the second one.
 //
-// FED: rows that other ranks compute arrive while the kernel runs (fed.cuh). Pairs of this rank's own rows come first. The other
-// ranks' rows follow in the order in which they arrive, with all columns of a pair before the next one. The thread that loads rows waits for them. The first clusters that run send this rank's rows before they
-// compute pairs, so clusters don't compute fixed pairs: each claims its next pair, in the order that is said above.
-//
-// The kernel is launched programmatically: its CTAs may prepare while those of the kernel before it end.
+// FED: rows that other ranks compute arrive while the kernel runs (fed.cuh). Pairs of this rank's own rows come first. The
+// other ranks' rows follow in the order in which they arrive, with all columns of a pair before the next one. The thread that
+// loads rows waits for them. The first clusters that run send this rank's rows before they compute pairs. So it is not fixed
+// which cluster computes what: each one claims its next pair, in this order.
 //
 // Loads and matmuls use Hopper's machine instructions (PTX ISA, wgmma and cp.async.bulk.tensor) in the way that CUTLASS's
 // persistent cooperative kernels do.
@@ -140,18 +139,15 @@ DEVICE void fill_pair(
   const TensorMap& matrix = params.matrices[GATED ? rank : tile.matrix];
   const int32_t halves = tile.low ? 1 : 2, quarters = tile.narrow ? 1 : 2;  // of rows and of columns, that this CTA loads
   const int32_t column = tile.column + (GATED ? 0 : rank * quarters * (COLUMNS / 4));
-  constexpr int UNROLLED = FED ? 1 : 4;  // a fed GEMM has no registers for more
   for (int32_t k = 0; k < params.depth; k += TILE_DEPTH, ring.next()) {
     uint8_t* a = shared.stages[ring.stage];
     uint8_t* b = a + 2 * HALF_A;
     uint64_t* full = &shared.full[ring.stage];
     wait(&shared.empty[ring.stage], ring.parity ^ 1);
     mbarrier_arrive_expect(full, halves * HALF_A + 2 * quarters * QUARTER_B);
-#pragma unroll UNROLLED
     for (int32_t half = 0; half < halves; half++) {
       load_tile(a + half * HALF_A, params.a, k, tile.row + half * (TILE_ROWS / 2), full);
     }
-#pragma unroll UNROLLED
     for (int32_t quarter = 0; quarter < quarters; quarter++) {
       load_tile_to(BOTH, b + (rank * quarters + quarter) * QUARTER_B, matrix, k, column + quarter * (COLUMNS / 4), full);
     }
@@ -160,34 +156,28 @@ DEVICE void fill_pair(
 }
 
 #if FED
-// From `turn` on, of which CTA 0 has told. In the middle of a pair CTA 0 claims the next one and tells of it: not earlier, so that a
-// pair goes to the cluster that can begin it soonest. Later both CTAs look whether its rows are there. Stages that are full then
-// hide what these steps take.
+// From `turn` on, of which CTA 0 has told. In the middle of a pair CTA 0 claims the next one: not earlier, so that a pair goes
+// to the cluster that can begin it soonest. It tells of it when the answer is there. What is waited for before a pair's first
+// stage passes while sums of the pair before are stored.
 DEVICE void fill(const JointMmParams& params, Shared& shared, int32_t rank, int32_t turn) {
-  const auto depth_at = [&](int32_t eighths) { return params.depth * eighths / 8 / TILE_DEPTH * TILE_DEPTH; };
+  const uint32_t call = params.fed.state->call;
+  const int32_t claims = params.depth / 2 / TILE_DEPTH * TILE_DEPTH, tells = params.depth * 3 / 4 / TILE_DEPTH * TILE_DEPTH;
   Ring<STAGES> ring;
-  int32_t pair = told(shared.fed, turn);
-  bool there = false;
-  const auto look = [&](const Tile& tile, bool waits) {
-    return have_arrived(params.fed, params.rows, tile.row, tile.low ? TILE_ROWS / 2 : TILE_ROWS, waits);
-  };
+  Tile tile;
   for (;; turn++) {
-    Tile tile;
-    const bool exists = find(params, pair, rank, tile);
+    const int32_t pair = told(shared.fed, turn);
     wait(&shared.empty[ring.stage], ring.parity ^ 1);
     shared.fed.pairs[ring.stage] = pair;
-    if (!exists) {
+    if (!find(params, pair, rank, tile)) {
       mbarrier_arrive(&shared.full[ring.stage]);
       return;
     }
-    if (!there) look(tile, true);
+    await_rows(params.fed, call, params.rows, tile.row, tile.low ? TILE_ROWS / 2 : TILE_ROWS);
+    int32_t next = 0;
     fill_pair(params, shared, ring, tile, rank, [&](int32_t k) {
-      if (rank == 0 && k == depth_at(4)) tell(shared.fed, turn + 1, next_pair(params.fed));
-      if (k == depth_at(6)) {
-        Tile coming;
-        pair = told(shared.fed, turn + 1);
-        there = find(params, pair, rank, coming) && look(coming, false);
-      }
+      if (rank > 0) return;
+      if (k == claims) next = claim_pair(params.fed);
+      if (k == tells) tell(shared.fed, turn + 1, next < 0 ? next_pair(params.fed) : next);
     });
   }
 }
@@ -263,7 +253,8 @@ KERNEL(THREADS, 1) joint_mm(GRID_CONSTANT JointMmParams params) {
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared());
   int32_t rank = (int32_t)cluster_rank();
 #if FED
-  int32_t turn = 0;
+  int32_t first = 0, turn = 0;
+  if (rank == 0 && threadIdx.x == 0) first = claim_pair(params.fed);
 #endif
   if (threadIdx.x == 0) {
     prefetch_map(params.a);
@@ -284,10 +275,11 @@ KERNEL(THREADS, 1) joint_mm(GRID_CONSTANT JointMmParams params) {
   warp_sync();
 #endif
   cluster_sync();
-  grid_dependency_wait();
 #if FED
-  if (rank == 0 && threadIdx.x == 0) tell(shared.fed, 0, claim_pair(params.fed));
-  if (told(shared.fed, 0) < 0) {
+  if (rank == 0 && threadIdx.x == 0) tell(shared.fed, 0, first);
+  const bool sends = told(shared.fed, 0) < 0;
+  barrier_sync(0, THREADS);  // all have read the letter, whose place later letters take
+  if (sends) {
     const int32_t sender = first_lanes((int32_t)threadIdx.x / 32);
     if (sender < FED_SENDERS && threadIdx.x % 32 == 0) {
       send_rows(params.fed, shared.fed, sender, shared.stages[0], params.rows, params.depth * 2);

@@ -164,7 +164,6 @@ def _launch(
         block=_THREADS,
         shared_bytes=shared_bytes(tiles.width) + (SHARED_BYTES if fed is not None else 0),
         cluster=2,
-        programmatic=True,
     )
 
 

@@ -2,16 +2,16 @@
 // the peers' rows.
 //
 // The kernel before the GEMM (push.cu with FED=1) has left this rank's rows in this rank's part of the slot's memory. The first
-// clusters of the GEMM that run copy rows from there to the peers' parts, by bulk copies through their shared memory, before they
-// multiply. A few SMs fill the links. The other clusters multiply meanwhile: all clusters claim one pair of tiles after the other,
-// so those that send compute fewer. Clusters that send claim one chunk of rows after the other. Rows are counted in blocks of
-// FED_BLOCK rows. A peer has a flag for each rank and block. When all of a rank's rows of a block have gone to the peer, this flag
-// gets the number of the call. A thread that loads rows of a peer waits for the peer's flag first.
+// clusters of the GEMM that run copy rows from there to the peers' parts before they multiply, by bulk copies through shared
+// memory. Few SMs fill the links. The other clusters multiply meanwhile. Clusters claim one pair of tiles after the other, so
+// those that send compute fewer. Threads that send claim one chunk of rows after the other. Rows are counted in blocks of
+// FED_BLOCK rows. A peer has a flag for each rank and block. When all of a rank's rows of a block have gone to the peer, this
+// flag gets the number of the call. A thread that loads rows of a peer waits for the peer's flag first.
 //
 // Order. A thread waits until its copies of a chunk are complete. Then it adds the chunk's rows to done[block]. That addition
-// acquires and releases, so the thread that completes the block knows of all its rows. It stores the flag with a release at system
-// scope, which orders all copies before the flag. The reader acquires the flag. It executes a fence before its loads, because the
-// async proxy makes them. The writer needs none: by PTX such a fence is part of the end of a copy.
+// acquires and releases, so the thread that completes the block knows of all its rows. It stores the flag with a release at
+// system scope, which orders all copies before the flag. The reader acquires the flag. It executes a fence before its loads,
+// because the async proxy makes them. The writer needs no such fence: by PTX it is part of the end of a copy.
 //
 // No row is overwritten while a rank still reads it. In call k+1 of the slot, two kinds of kernels write rows of this rank's
 // part. This rank's own kernel writes when sums of call k+1 from all ranks have come. The peers' GEMMs write rows to which all
@@ -39,7 +39,7 @@ inline constexpr int32_t FED_PHASE = 4;
 inline constexpr int32_t FED_SENDERS = 4;                       // threads of a CTA that send rows, each with a ring of pieces
 inline constexpr int32_t FED_PIECE = 8 * 1024, FED_PIECES = 6;  // bytes of a piece, and pieces of a ring
 inline constexpr int32_t FED_TURNS = 16;                        // turns of a thread that sends until they are forgotten
-inline constexpr int32_t FED_LETTERS = 8;  // pairs that a cluster's CTA 0 tells of before the first is forgotten
+inline constexpr int32_t FED_LETTERS = 8;                       // turns of a cluster until what CTA 0 has told is forgotten
 
 // The state of this rank's fed calls; all zeros at first.
 struct FedState {
@@ -71,16 +71,16 @@ struct FedPiece {
 struct FedShared {
   uint64_t arrived[FED_SENDERS][FED_PIECES];  // a piece of rows that are sent is in shared memory
   FedPiece pieces[FED_SENDERS][FED_PIECES];   // what is there
-  int32_t turns[FED_SENDERS][FED_TURNS];      // what each turn has loaded: the chunk, if it was the chunk's last piece, or see below
-  uint8_t* to[FED_RANKS];                     // the rows of each peer, by step
+  int32_t turns[FED_SENDERS][FED_TURNS];      // the chunk of which each turn has loaded the last piece; or MORE, or OVER
+  uint8_t* to[FED_RANKS];                     // the rows in the memory of this rank, the next one, and so on
   uint64_t mailed[FED_LETTERS];               // a letter has come
   uint32_t letters[FED_LETTERS];              // the pairs that the cluster computes, in turn. A negative one: it sends first
   int32_t pairs[FED_LETTERS];                 // the pair whose first stage is the one with this number
 };
 
 // Pairs that are not this rank's own are numbered from the one behind its last own pair on, past the end of the rows to their
-// begin. Each peer owns about as many. The peers send at the same time, each from its first row on, so pairs of all peers are taken
-// in turn. Returns the number of the pair at place `at` of `others`. Of a rank without own pairs only the order is another one.
+// begin. Each peer owns about as many. The peers send at the same time, each from its first row on, so pairs of all peers are
+// taken in turn. Returns the number of the pair at place `at` of `others`. Of a rank without own pairs only the order differs.
 DEVICE int32_t by_arrival(const FedParams& fed, int32_t others, int32_t at) {
   const int32_t peers = fed.world - 1, peer = at % peers, more = others % peers;
   return peer * (others / peers) + (peer < more ? peer : more) + at / peers;
@@ -93,20 +93,15 @@ DEVICE uint32_t* fed_flag(const FedParams& fed, int32_t of, int32_t owner, int32
   return (uint32_t*)fed.memory[of] + owner * FED_BLOCKS + row / FED_BLOCK;
 }
 
-// Whether the first `height` rows from `row` on have arrived, for one thread. They lie in one block. `rows`: rows of the call.
-// `waits`: the thread waits until they have.
-DEVICE bool have_arrived(const FedParams& fed, int32_t rows, int32_t row, int32_t height, bool waits) {
+// One thread waits until the first `height` rows from `row` on have arrived. They lie in one block. `rows`: rows of the call.
+DEVICE void await_rows(const FedParams& fed, uint32_t call, int32_t rows, int32_t row, int32_t height) {
   const int32_t share = fed_share(fed, rows), end = least_of(row + height, rows);
-  if (row >= end) return true;
-  const uint32_t call = fed.state->call;
-  bool others = false;
+  if (row >= end) return;
   for (int32_t owner = row / share; owner * share < end; owner++) {
     if (owner == fed.rank) continue;
-    others = true;
     const uint32_t* flag = fed_flag(fed, fed.rank, owner, row);
     [[maybe_unused]] uint32_t polls = 0;
     while ((int32_t)(load_acquire_sys(flag) - call) < 0) {
-      if (!waits) return false;
 #if SPIN_LIMIT
       if (++polls == SPIN_LIMIT) {
         int32_t* report = fed.status + blockIdx.x * FED_RANKS + owner;
@@ -116,8 +111,7 @@ DEVICE bool have_arrived(const FedParams& fed, int32_t rows, int32_t row, int32_
 #endif
     }
   }
-  if (others) fence_proxy_async();
-  return true;
+  fence_proxy_async();
 }
 
 // All lanes of a warp.
@@ -141,9 +135,9 @@ DEVICE int32_t next_pair(const FedParams& fed) {
   return pair;
 }
 
-// CTA 0 tells both CTAs of a cluster which pair they compute in a turn. The letter of FED_LETTERS turns before has been read. For CTA
-// 0 has filled a stage of the turn before this one. So CTA 1 has read what that stage had before, which was STAGES stages earlier,
-// and a turn has one stage at least.
+// CTA 0 tells both CTAs of a cluster which pair they compute in a turn. The letter of FED_LETTERS turns before has been read.
+// For CTA 0 has filled a stage of the turn before this one. So CTA 1 has read what that stage had before, which was STAGES
+// stages earlier, and a turn has one stage at least.
 DEVICE void tell(FedShared& shared, int32_t turn, int32_t pair) {
   const int32_t letter = turn % FED_LETTERS;
   for (uint32_t cta = 0; cta < 2; cta++) store_to_cta(cta, &shared.letters[letter], (uint32_t)pair, &shared.mailed[letter]);
@@ -187,13 +181,14 @@ DEVICE void count_rows(const FedParams& fed, FedShared& shared, const Chunks& ch
   }
 }
 
-// Thread `sender` of FED_SENDERS sends this rank's rows to the peers, except for chunks that other threads have claimed. `ring`:
-// shared memory for all threads' pieces, which nothing else touches meanwhile.
+// Thread `sender` of FED_SENDERS sends this rank's rows to the peers, except for chunks that other threads have claimed.
+// `ring`: shared memory for all threads' pieces, which nothing else touches meanwhile.
 //
 // In each turn a piece is loaded, and the piece of AHEAD turns before is sent. A place of the ring is free when the copies have
 // read it, which is long before they are complete. So a chunk is counted only LAG turns after its last piece has been sent.
 DEVICE void send_rows(const FedParams& fed, FedShared& shared, int32_t sender, uint8_t* ring, int32_t rows, int32_t row_bytes) {
-  constexpr int32_t AHEAD = 2, LAG = 6, MORE = -1, OVER = -2;  // a turn that has loaded a piece that is not the last; or nothing
+  constexpr int32_t AHEAD = 2, LAG = 6;
+  constexpr int32_t MORE = -1, OVER = -2;  // of a turn that has loaded a piece that is not its chunk's last; and nothing
   static_assert(AHEAD + LAG < FED_TURNS, "turns are known until they are counted");
   const Chunks chunks(fed, rows);
   uint64_t* const arrived = shared.arrived[sender];

@@ -47,7 +47,7 @@ def multiply(
     """
 
     def launch(
-        params: module.JointMmParams, *, stream: int, grid: int, block: int, shared_bytes: int, **options: Any
+        params: module.JointMmParams, *, stream: int, grid: int, block: int, shared_bytes: int, cluster: int
     ) -> None:
         emulator = Emulator(source, "joint_mm", 1, seed, resident=resident, stall_limit=STALL_LIMIT, defines=defines)
         emulator.alloc(0, a, name="a")
@@ -59,7 +59,7 @@ def multiply(
             out = bits_of(params.out[index], len(a) * matrix.shape[1])
             out.fill(NOT_WRITTEN)
             emulator.alloc(0, out, name=f"out {index}")
-        emulator.launch(0, stream, grid, block, shared_bytes, params, **options)
+        emulator.launch(0, stream, grid, block, shared_bytes, params, cluster=cluster)
         emulator.run()
 
     defines: dict[str, int | str] = {}

@@ -12,7 +12,7 @@ from emulator.test_fed_kernels import LONG, WRAPS, check
 
 SEEDS = range(8)
 POLL = "while ((int32_t)(load_acquire_sys(flag) - call) < 0) {"
-ADDED = "if ((int32_t)fetch_add_gpu(done, 1) + 1 == wanted) {"
+ADDED = "if ((int32_t)fetch_add_gpu(done, count) + count != wanted) return;"
 
 FED: dict[str, Changes] = {
     "reads rows that have not arrived": ((POLL, "while (false) {"),),
@@ -20,14 +20,23 @@ FED: dict[str, Changes] = {
     "does not fence before it loads": (("    }\n  }\n  fence_proxy_async();\n}", "    }\n  }\n}"),),
     "waits for another block": (("fed_flag(fed, fed.rank, owner, row)", "fed_flag(fed, fed.rank, owner, 0)"),),
     "waits for the first owner alone": (("owner * share < end; owner++", "owner == row / share; owner++"),),
-    "counts a row that other lanes still store": (("    warp_sync();\n", ""),),
-    "announces a block with its first row": ((ADDED, f"{ADDED[:-3]} || true) {{"),),
-    "counts rows of the call before": (("      *done = 0;  // for the next call\n", ""),),
-    "wants rows of other ranks in a block": (("(block < begin ? begin : block)", "block"),),
+    "counts rows that have been read, and are on their way": (("    bulk_wait<LAG>();\n", ""),),
+    "counts rows a turn too early": (("turns[(turn - AHEAD - LAG) %", "turns[(turn - AHEAD - LAG + 1) %"),),
+    "sends rows that have not been loaded": (("      wait(&arrived[out.stage], out.parity);\n", ""),),
+    "counts rows of the call before": (("  *done = 0;  // for the next call\n", ""),),
+    "wants rows of other ranks in a block": (("(block < chunks.begin ? chunks.begin : block)", "block"),),
+    "sends with rows of other ranks": (
+        ("return chunk ? (first + chunk) * rows : begin;", "return (first + chunk) * rows;"),
+    ),
 }
 LONG_ROWS: dict[str, Changes] = {
-    "sends bytes beyond the row's end": (("          if (i * WARP_BYTES < left) store", "          store"),),
-    "sends the first step alone": (("left -= LOADS * WARP_BYTES", "left = 0"),),
+    "announces a block with its first rows": ((ADDED, f"(void)({ADDED[4:-9]};"),),
+    "loads into places that are still read": (("    bulk_wait_read<FED_PIECES - AHEAD - 1>();\n", ""),),
+    "sends the first piece alone": (("      if (left == 0) {", "      left = 0;\n      if (left == 0) {"),),
+    "sends bytes beyond the row's end": (("least_of(left, FED_PIECE)", "FED_PIECE"),),
+}
+ONE_CLUSTER: dict[str, Changes] = {
+    "takes what a cluster that has not begun would send for a pair": (("  while (pair < 0);", "  while (false);"),),
 }
 THREE_RANKS: dict[str, Changes] = {
     "takes one pair of each peer alone": ((" + at / peers;", ";"),),
@@ -35,12 +44,19 @@ THREE_RANKS: dict[str, Changes] = {
 }
 PUSH: dict[str, Changes] = {
     "calls have one number": (("add_relaxed_gpu(&p.fed->call, 1);", "p.fed->call = 1;"),),
-    "rows stay claimed": (("      p.fed->claimed = 0;\n", ""),),
+    "chunks stay claimed": (("      p.fed->chunks = 0;\n", ""),),
+    "pairs stay claimed": (("      p.fed->pairs = 0;\n", ""),),
 }
 GEMM: dict[str, Changes] = {
     "pairs of other ranks are its own again": (("own + by_arrival(", "by_arrival("),),
     "pairs beyond the last are not the first": (("    if (place >= high) place -= high;\n", ""),),
     "loads before it has waited": (("    await_rows(params.fed, call,", "    if (0) await_rows(params.fed, call,"),),
+    "fills stages through which rows are sent": (
+        ("    cluster_sync();  // both CTAs' shared memory", "    // both CTAs'"),
+    ),
+    "leaves out a pair": (
+        ("if (k == claims) next = claim_pair(params.fed);", "if (k == claims) next = claim_pair(params.fed) + 1;"),
+    ),
 }
 BROKEN = [
     (file, name) for file, found in (("fed.cuh", FED), ("push.cu", PUSH), ("joint_mm.cu", GEMM)) for name in found
@@ -53,6 +69,10 @@ def run(source: Path, seed: int) -> None:
 
 def run_long(source: Path, seed: int) -> None:
     check(source, seed, [17], hidden_size=LONG)
+
+
+def run_one_cluster(source: Path, seed: int) -> None:
+    check(source, seed, [513], resident=2)
 
 
 def run_three(source: Path, seed: int) -> None:
@@ -73,6 +93,12 @@ def test_a_broken_copy_of_long_rows_is_caught(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("name", ONE_CLUSTER)
+def test_a_broken_copy_with_one_cluster_at_a_time_is_caught(name: str, tmp_path: Path) -> None:
+    check_caught(run_one_cluster, sources(tmp_path, "fed.cuh", ONE_CLUSTER[name]), SEEDS)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("name", THREE_RANKS)
 def test_a_broken_copy_with_three_ranks_is_caught(name: str, tmp_path: Path) -> None:
     check_caught(run_three, sources(tmp_path, "fed.cuh", THREE_RANKS[name]), SEEDS)
@@ -83,4 +109,5 @@ def test_the_copies_are_right_but_for_their_changes(tmp_path: Path) -> None:
     for seed in SEEDS:
         run(sources(tmp_path), seed)
         run_long(sources(tmp_path), seed)
+        run_one_cluster(sources(tmp_path), seed)
     run_three(sources(tmp_path), 0)

@@ -14,7 +14,7 @@ from emulator.fed import FORM, FedMachine, sources
 from emulator.kernels import PushMachine
 
 LONG = 4160
-"""Columns of a row that a warp sends in five steps. In the last one not all lanes have something to send."""
+"""Columns of a row that is sent in two pieces, of which the last one is short."""
 WRAPS = 2**32 - 2
 """Calls before, so that the numbers of the next ones pass 2**32."""
 
@@ -78,7 +78,7 @@ def test_one_cluster_on_each_rank_is_enough(source: Path, seed: int) -> None:
     check(source, seed, [513, 260], resident=2)
 
 
-def test_rows_of_several_steps_are_sent_whole(source: Path) -> None:
+def test_rows_of_several_pieces_are_sent_whole(source: Path) -> None:
     check(source, 0, [9, 17], hidden_size=LONG)
 
 

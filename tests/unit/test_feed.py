@@ -223,10 +223,10 @@ def test_the_report_says_what_is_fed(short: None) -> None:
     assert all((site.consumer == "fed") == (not site.feed_refusal) for site in sites(context))
 
 
-def rewritten(tokens: int, config: Config | None = None, **options: Any) -> Rewritten:
-    """What the passes make of two layers of Llama-3.1-8B on two Hopper GPUs, for a prefill of ``tokens`` tokens."""
+def rewritten(tokens: int, config: Config | None = None, model: str = "llama-3.1-8b", **options: Any) -> Rewritten:
+    """What the passes make of two layers of ``model`` on two Hopper GPUs, for a prefill of ``tokens`` tokens."""
     with fake_cuda():
-        decoder = build_decoder(load_config("llama-3.1-8b"), device="cuda", dtype=BF16, num_layers=2)
+        decoder = build_decoder(load_config(model), device="cuda", dtype=BF16, num_layers=2)
         ids = torch.zeros(1, tokens, dtype=torch.long, device="cuda")
         return rewrite(decoder, (ids,), config=config or Config(strict=True), **options)
 
@@ -242,23 +242,23 @@ def test_long_prefills_are_fed_by_default() -> None:
     found = rewritten(4096)
     assert found.report.fed == {"fed": 4, FeedRefusal.RESIDUAL_ON_ALL_RANKS: 1}
     assert len(find_ops(found.after.graph, "fed_gated_mm")) == len(find_ops(found.after.graph, "fed_joint_mm")) == 2
-    assert fed_tokens(found) == [3072, 2048, 3072, 2048, 0]
+    assert fed_tokens(found) == [4096, 4096, 4096, 4096, 0]
 
 
 def test_shorter_prefills_feed_the_gemms_that_have_own_tiles_enough() -> None:
-    found = rewritten(2048)
+    found = rewritten(1024, model="llama-3.3-70b")
     assert found.report.fed == {"fed": 2, FeedRefusal.MESSAGE_TOO_SMALL: 2, FeedRefusal.RESIDUAL_ON_ALL_RANKS: 1}
-    assert not find_ops(found.after.graph, "fed_joint_mm") and fed_tokens(found) == [0, 2048, 0, 2048, 0]
+    assert not find_ops(found.after.graph, "fed_joint_mm") and fed_tokens(found) == [0, 1024, 0, 1024, 0]
     details = {site.feed_detail for site in found.report.sites if site.feed_refusal == FeedRefusal.MESSAGE_TOO_SMALL}
-    assert details == {"2048 < 3072 tokens, which these GEMMs need to be busy while rows arrive"}
+    assert details == {"1024 < 2048 tokens, which these GEMMs need to be busy while rows arrive"}
 
 
 def test_short_prefills_are_not_fed_and_no_site_says_more_than_the_name() -> None:
-    found = rewritten(1024)
+    found = rewritten(2048)
     assert found.report.counts["fused"] == 5 and found.report.fed == {FeedRefusal.MESSAGE_TOO_SMALL: 5}
     assert not find_ops(found.after.graph, "fed_gated_mm") and not find_ops(found.after.graph, "fed_joint_mm")
-    assert {site.feed_detail for site in found.report.sites} == {"1024 < 2048 tokens"}
-    unasked = rewritten(1024, Config(strict=True, feed_mm="never")).report
+    assert {site.feed_detail for site in found.report.sites} == {"2048 < 4096 tokens"}
+    unasked = rewritten(2048, Config(strict=True, feed_mm="never")).report
     assert [site.detail for site in found.report.sites] == [site.detail for site in unasked.sites]
     assert not unasked.fed
 
@@ -268,11 +268,11 @@ def test_short_prefills_are_not_fed_and_no_site_says_more_than_the_name() -> Non
     st.lists(st.integers(8, 40000), min_size=1, max_size=3),
     st.integers(2, 8),
 )
-def test_gemms_are_fed_from_a_wave_of_own_tiles_and_8_mib_on(hidden: int, columns: list[int], world_size: int) -> None:
+def test_gemms_are_fed_from_a_wave_of_own_tiles_and_512_rows_of_8192_on(hidden: int, columns: list[int], world_size: int) -> None:
     def suits(tokens: int) -> tuple[bool, bool]:
         fewest = min(own_pairs(tokens, *row_range(tokens, world_size, rank))[1] for rank in range(world_size))
         own = fewest * sum(-(-one // 256) for one in columns)
-        return tokens * (world_size - 1) * hidden * 2 >= 2**23 * world_size, own >= 66
+        return tokens * (world_size - 1) >= -(-(2**35) // hidden**2) * world_size, own >= 66
 
     send, fill = feeding.tokens_to_send(hidden, world_size), feeding.tokens_to_fill(columns, world_size)
     assert suits(send)[0] and not suits(send - 1)[0]

@@ -340,7 +340,7 @@ def test_a_launch_has_the_operands_and_the_kernels_shape(
     assert list(params.columns) == [*columns, *[0] * missing]
     assert list(params.biases) == ([one.data_ptr() for one in biases] + [None] * missing if biased else [None] * 3)
     assert (params.rows, params.depth, params.whole) == (ROWS, DEPTH, 3)
-    sizes = {"block": module._THREADS, "shared_bytes": shared_bytes(224), "cluster": 2, "programmatic": True}
+    sizes = {"block": module._THREADS, "shared_bytes": shared_bytes(224), "cluster": 2}
     form = "biased" if biased else "plain"
     assert launch == {"stream": STREAM, "grid": 24, "width": 224, "form": form, **sizes}
 
@@ -361,7 +361,7 @@ def test_a_gated_launch_has_two_matrices_and_one_result(
     assert list(params.out) == [out.data_ptr(), None, None]
     assert list(params.columns) == [264, 0, 0], "the result's, which are half of what is multiplied"
     assert (params.rows, params.depth, params.whole) == (ROWS, DEPTH, 2)
-    sizes = {"block": module._THREADS, "shared_bytes": shared_bytes(192), "cluster": 2, "programmatic": True}
+    sizes = {"block": module._THREADS, "shared_bytes": shared_bytes(192), "cluster": 2}
     assert launch == {"stream": STREAM, "grid": 16, "width": 192, "form": "gated", **sizes}
 
 
