@@ -268,7 +268,9 @@ def test_short_prefills_are_not_fed_and_no_site_says_more_than_the_name() -> Non
     st.lists(st.integers(8, 40000), min_size=1, max_size=3),
     st.integers(2, 8),
 )
-def test_gemms_are_fed_from_a_wave_of_own_tiles_and_512_rows_of_8192_on(hidden: int, columns: list[int], world_size: int) -> None:
+def test_gemms_are_fed_from_a_wave_of_own_tiles_and_rows_enough_on(
+    hidden: int, columns: list[int], world_size: int
+) -> None:
     def suits(tokens: int) -> tuple[bool, bool]:
         fewest = min(own_pairs(tokens, *row_range(tokens, world_size, rank))[1] for rank in range(world_size))
         own = fewest * sum(-(-one // 256) for one in columns)
