@@ -256,6 +256,22 @@ def test_pairs_of_one_rank_alone_come_first(rows: int, world_size: int, data: st
     assert first >= 0 and first + own <= high
 
 
+@given(st.integers(64, 2**20).map(lambda row_bytes: row_bytes // 16 * 16))
+def test_chunks_divide_blocks_and_are_no_longer_than_they_may_be(row_bytes: int) -> None:
+    rows = fed.rows_of_a_chunk(row_bytes)
+    assert fed._BLOCK_ROWS % rows == 0
+    assert rows == 1 or rows * row_bytes <= fed._CHUNK_BYTES
+    assert rows == fed._BLOCK_ROWS or 2 * rows * row_bytes > fed._CHUNK_BYTES
+
+
+@pytest.mark.parametrize(("world_size", "clusters", "senders"), [(2, 66, 3), (2, 2, 2), (4, 66, 5), (4, 1, 1)])
+def test_no_more_clusters_send_than_there_are(world_size: int, clusters: int, senders: int) -> None:
+    rows = torch.empty(512, HIDDEN, dtype=BF16)
+    words = torch.zeros(8, dtype=torch.int64)
+    params = fed.FedRows(rows, words, words, words, 0, world_size, 0, 256, 0).params(clusters)
+    assert (params.senders, params.chunk) == (senders, 128)
+
+
 # --- the kernel ------------------------------------------------------------------------------------------------------
 
 
