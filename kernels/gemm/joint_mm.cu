@@ -278,6 +278,7 @@ KERNEL(THREADS, 1) joint_mm(GRID_CONSTANT JointMmParams params) {
 #if FED
   if (rank == 0 && threadIdx.x == 0) tell(shared.fed, 0, first);
   const bool sends = told(shared.fed, 0) < 0;
+  warp_sync();
   barrier_sync(0, THREADS);  // all have read the letter, whose place later letters take
   if (sends) {
     const int32_t sender = first_lanes((int32_t)threadIdx.x / 32);
