@@ -17,8 +17,8 @@ STATE_WORDS = 3 + _BLOCKS
 SHARED_BYTES = 832
 """Of ``FedShared`` in fed.cuh."""
 _SENDERS, _SENDERS_TO_MANY = 3, 5
-"""Clusters that send rows before they multiply, to one peer and to more. Five fill the links of an H200. But rows that are sent
-are only needed when the other clusters have computed their own, and clusters that send compute fewer tiles."""
+"""Clusters that send rows before they multiply, to one peer and to more. Five send most of what the links of an H200 carry. But
+rows that are sent are only needed when other clusters have computed their own, and clusters that send compute fewer tiles."""
 _CHUNK_BYTES = 64 * 1024
 """Of rows that a thread claims at a time, at most. To claim and count so many takes less time than to send them."""
 

@@ -58,7 +58,7 @@ inline constexpr int STAGES = 225 * 1024 / STAGE_BYTES;
 inline constexpr uint16_t BOTH = 3;
 #if FED
 static_assert(FED_BLOCK == TILE_ROWS, "a tile lies in one block");
-static_assert(FED_SENDERS * FED_PIECES * FED_PIECE <= STAGES * STAGE_BYTES, "rows are sent through the stages");
+static_assert(FED_THREADS * FED_PIECES * FED_PIECE <= STAGES * STAGE_BYTES, "rows are sent through the stages");
 static_assert(STAGES < FED_LETTERS, "see tell");
 #endif
 
@@ -156,9 +156,9 @@ DEVICE void fill_pair(
 }
 
 #if FED
-// From `turn` on, of which CTA 0 has told. In the middle of a pair CTA 0 claims the next one: not earlier, so that a pair goes
-// to the cluster that can begin it soonest. It tells of it when the answer is there. What is waited for before a pair's first
-// stage passes while sums of the pair before are stored.
+// Fills stages from `turn` on. CTA 0 has told of that turn. CTA 0 claims the next pair in the middle of a pair, not earlier, so
+// that a pair goes to the cluster that can begin it soonest. Later in the pair it tells of it. Before a pair's first stage this
+// thread waits for the pair's rows. Meanwhile the warps store the sums of the pair before.
 DEVICE void fill(const JointMmParams& params, Shared& shared, int32_t rank, int32_t turn) {
   const uint32_t call = params.fed.state->call;
   const int32_t claims = params.depth / 2 / TILE_DEPTH * TILE_DEPTH, tells = params.depth * 3 / 4 / TILE_DEPTH * TILE_DEPTH;
@@ -177,7 +177,7 @@ DEVICE void fill(const JointMmParams& params, Shared& shared, int32_t rank, int3
     fill_pair(params, shared, ring, tile, rank, [&](int32_t k) {
       if (rank > 0) return;
       if (k == claims) next = claim_pair(params.fed);
-      if (k == tells) tell(shared.fed, turn + 1, next < 0 ? next_pair(params.fed) : next);
+      if (k == tells) tell(shared.fed, turn + 1, next);
     });
   }
 }
@@ -282,13 +282,14 @@ KERNEL(THREADS, 1) joint_mm(GRID_CONSTANT JointMmParams params) {
   barrier_sync(0, THREADS);  // all have read the letter, whose place later letters take
   if (sends) {
     const int32_t sender = first_lanes((int32_t)threadIdx.x / 32);
-    if (sender < FED_SENDERS && threadIdx.x % 32 == 0) {
+    if (sender < FED_THREADS && threadIdx.x % 32 == 0) {
       send_rows(params.fed, shared.fed, sender, shared.stages[0], params.rows, params.depth * 2);
     }
     warp_sync();
     cluster_sync();  // both CTAs' shared memory is free for stages
     turn = 1;
     if (rank == 0 && threadIdx.x == 0) tell(shared.fed, turn, next_pair(params.fed));
+    warp_sync();  // registers are given back by whole warps
   }
 #endif
   if (threadIdx.x < 128) {

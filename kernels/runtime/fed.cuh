@@ -3,8 +3,8 @@
 //
 // The kernel before the GEMM (push.cu with FED=1) has left this rank's rows in this rank's part of the slot's memory. The first
 // clusters of the GEMM that run copy rows from there to the peers' parts before they multiply, by bulk copies through shared
-// memory. Few SMs fill the links. The other clusters multiply meanwhile. Clusters claim one pair of tiles after the other, so
-// those that send compute fewer. Threads that send claim one chunk of rows after the other. Rows are counted in blocks of
+// memory. A few SMs send fast enough. The other clusters multiply meanwhile. Clusters claim one pair of tiles after the other,
+// so those that send compute fewer. Threads that send claim one chunk of rows after the other. Rows are counted in blocks of
 // FED_BLOCK rows. A peer has a flag for each rank and block. When all of a rank's rows of a block have gone to the peer, this
 // flag gets the number of the call. A thread that loads rows of a peer waits for the peer's flag first.
 //
@@ -22,7 +22,7 @@
 // Flags need no reset. All ranks make the same fed calls on a slot, so the numbers of calls only grow, and are the same on all
 // ranks. They are compared by the sign of the difference. A flag can't be ahead, because the next number is written in the next
 // call. The number lives in device memory, so replays of CUDA graphs count on. The kernel before the GEMM resets what clusters
-// claim, so a call has one GEMM.
+// and threads claim, so a call has one GEMM.
 //
 // Progress. Whichever clusters run first send, and a thread that sends waits for no peer. So if one cluster of the GEMM runs on
 // every rank, all rows arrive and all waits end. Then the other clusters run. Every rank reaches its GEMM: the kernel before it
@@ -36,7 +36,7 @@ inline constexpr int32_t FED_BLOCK = 128;  // rows that share a flag; no tile of
 inline constexpr int32_t FED_BLOCKS = 512, FED_RANKS = 8;
 inline constexpr int64_t FED_ROWS = FED_RANKS * FED_BLOCKS * 4;  // bytes before the rows: flags [FED_RANKS, FED_BLOCKS]
 inline constexpr int32_t FED_PHASE = 4;
-inline constexpr int32_t FED_SENDERS = 4;                       // threads of a CTA that send rows, each with a ring of pieces
+inline constexpr int32_t FED_THREADS = 4;                       // threads of a CTA that send rows, each with a ring of pieces
 inline constexpr int32_t FED_PIECE = 8 * 1024, FED_PIECES = 6;  // bytes of a piece, and pieces of a ring
 inline constexpr int32_t FED_TURNS = 16;                        // turns of a thread that sends until they are forgotten
 inline constexpr int32_t FED_LETTERS = 8;                       // turns of a cluster until what CTA 0 has told is forgotten
@@ -69,13 +69,13 @@ struct FedPiece {
 
 // In shared memory of each CTA.
 struct FedShared {
-  uint64_t arrived[FED_SENDERS][FED_PIECES];  // a piece of rows that are sent is in shared memory
-  FedPiece pieces[FED_SENDERS][FED_PIECES];   // what is there
-  int32_t turns[FED_SENDERS][FED_TURNS];      // the chunk of which each turn has loaded the last piece; or MORE, or OVER
+  uint64_t arrived[FED_THREADS][FED_PIECES];  // a piece of rows that are sent is in shared memory
+  FedPiece pieces[FED_THREADS][FED_PIECES];   // what is there
+  int32_t turns[FED_THREADS][FED_TURNS];      // the chunk of which each turn has loaded the last piece; or MORE, or OVER
   uint8_t* to[FED_RANKS];                     // the rows in the memory of this rank, the next one, and so on
   uint64_t mailed[FED_LETTERS];               // a letter has come
   uint32_t letters[FED_LETTERS];              // the pairs that the cluster computes, in turn. A negative one: it sends first
-  int32_t pairs[FED_LETTERS];                 // the pair whose first stage is the one with this number
+  int32_t pairs[FED_LETTERS];                 // by stage, which are fewer: the pair that begins in this stage
 };
 
 // Pairs that are not this rank's own are numbered from the one behind its last own pair on, past the end of the rows to their
@@ -116,9 +116,9 @@ DEVICE void await_rows(const FedParams& fed, uint32_t call, int32_t rows, int32_
 
 // All lanes of a warp.
 DEVICE void init_fed(const FedParams& fed, FedShared& shared) {
-  static_assert(FED_SENDERS * FED_PIECES <= 32 && FED_LETTERS <= 32 && FED_RANKS <= 32, "a lane for each");
+  static_assert(FED_THREADS * FED_PIECES <= 32 && FED_LETTERS <= 32 && FED_RANKS <= 32, "a lane for each");
   const int32_t lane = threadIdx.x % 32;
-  if (lane < FED_SENDERS * FED_PIECES) mbarrier_init(&shared.arrived[0][lane], 1);
+  if (lane < FED_THREADS * FED_PIECES) mbarrier_init(&shared.arrived[0][lane], 1);
   if (lane < FED_LETTERS) mbarrier_init(&shared.mailed[lane], 1);
   if (lane == 0) mbarrier_arrive_expect(&shared.mailed[0], 4);
   if (lane < fed.world) shared.to[lane] = fed.memory[(fed.rank + lane) % fed.world] + FED_ROWS;
@@ -136,8 +136,9 @@ DEVICE int32_t next_pair(const FedParams& fed) {
 }
 
 // CTA 0 tells both CTAs of a cluster which pair they compute in a turn. The letter of FED_LETTERS turns before has been read.
-// For CTA 0 has filled a stage of the turn before this one. So CTA 1 has read what that stage had before, which was STAGES
-// stages earlier, and a turn has one stage at least.
+// That of turn 0 has been read by all threads before any stage is filled. For later ones, CTA 0 has filled a stage of the turn
+// before this one. So CTA 1 has read what that stage had before, which was STAGES stages earlier, and a turn has one stage at
+// least.
 DEVICE void tell(FedShared& shared, int32_t turn, int32_t pair) {
   const int32_t letter = turn % FED_LETTERS;
   for (uint32_t cta = 0; cta < 2; cta++) store_to_cta(cta, &shared.letters[letter], (uint32_t)pair, &shared.mailed[letter]);
@@ -169,7 +170,7 @@ struct Chunks {
 };
 
 // One thread counts the rows of a chunk, which have gone to the peers as far as it knows.
-DEVICE void count_rows(const FedParams& fed, FedShared& shared, const Chunks& chunks, int32_t chunk) {
+DEVICE void count_rows(const FedParams& fed, const Chunks& chunks, int32_t chunk) {
   const int32_t from = chunks.from(chunk), count = chunks.to(chunk) - from;
   const int32_t block = from / FED_BLOCK * FED_BLOCK, block_end = least_of(block + FED_BLOCK, chunks.end);
   const int32_t wanted = block_end - (block < chunks.begin ? chunks.begin : block);
@@ -181,7 +182,7 @@ DEVICE void count_rows(const FedParams& fed, FedShared& shared, const Chunks& ch
   }
 }
 
-// Thread `sender` of FED_SENDERS sends this rank's rows to the peers, except for chunks that other threads have claimed.
+// Thread `sender` of FED_THREADS sends this rank's rows to the peers, except for chunks that other threads have claimed.
 // `ring`: shared memory for all threads' pieces, which nothing else touches meanwhile.
 //
 // In each turn a piece is loaded, and the piece of AHEAD turns before is sent. A place of the ring is free when the copies have
@@ -240,6 +241,6 @@ DEVICE void send_rows(const FedParams& fed, FedShared& shared, int32_t sender, u
     if (turn < AHEAD + LAG) continue;
     const int32_t complete = turns[(turn - AHEAD - LAG) % FED_TURNS];
     if (complete == OVER) return;
-    if (complete >= 0) count_rows(fed, shared, chunks, complete);
+    if (complete >= 0) count_rows(fed, chunks, complete);
   }
 }

@@ -33,7 +33,7 @@ LONG_ROWS: dict[str, Changes] = {
     "announces a block with its first rows": ((ADDED, "fetch_add_gpu(done, count);"),),
     "loads into places that are still read": (("    bulk_wait_read<FED_PIECES - AHEAD - 1>();\n", ""),),
     "sends the first piece alone": (("      if (left == 0) {", "      left = 0;\n      if (left == 0) {"),),
-    "sends bytes beyond the row's end": (("least_of(left, FED_PIECE)", "FED_PIECE"),),
+    "sends bytes beyond the chunk's end": (("least_of(left, FED_PIECE)", "FED_PIECE"),),
 }
 THREE_RANKS: dict[str, Changes] = {
     "takes one pair of each peer alone": ((" + at / peers;", ";"),),
@@ -55,17 +55,27 @@ GEMM: dict[str, Changes] = {
         ("if (k == claims) next = claim_pair(params.fed);", "if (k == claims) next = claim_pair(params.fed) + 1;"),
     ),
 }
+PAIRS_OF_ALL_STAGES: dict[str, Changes] = {
+    "forgets a pair that has not been read": (
+        ("    wait(&shared.empty[ring.stage], ring.parity ^ 1);\n    shared.fed.pairs", "    shared.fed.pairs"),
+    ),
+}
 BROKEN = [
     (file, name) for file, found in (("fed.cuh", FED), ("push.cu", PUSH), ("joint_mm.cu", GEMM)) for name in found
 ]
 
 
 def run(source: Path, seed: int) -> None:
-    check(source, seed, [390, 300, 390], numbered=WRAPS)
+    check(source, seed, [390, 300, 390], numbered=WRAPS, sms=4 + 8 * (seed % 2), resident=16 + 16 * (seed % 2))
 
 
 def run_long(source: Path, seed: int) -> None:
     check(source, seed, [17], hidden_size=LONG)
+
+
+def run_all_stages(source: Path, seed: int) -> None:
+    """Each pair begins in the first of five stages."""
+    check(source, seed, [513, 390], hidden_size=320)
 
 
 def run_three(source: Path, seed: int) -> None:
@@ -86,6 +96,12 @@ def test_a_broken_copy_of_long_rows_is_caught(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("name", PAIRS_OF_ALL_STAGES)
+def test_a_broken_copy_whose_pairs_have_all_stages_is_caught(name: str, tmp_path: Path) -> None:
+    check_caught(run_all_stages, sources(tmp_path, "joint_mm.cu", PAIRS_OF_ALL_STAGES[name]), SEEDS)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("name", THREE_RANKS)
 def test_a_broken_copy_with_three_ranks_is_caught(name: str, tmp_path: Path) -> None:
     check_caught(run_three, sources(tmp_path, "fed.cuh", THREE_RANKS[name]), SEEDS)
@@ -96,4 +112,5 @@ def test_the_copies_are_right_but_for_their_changes(tmp_path: Path) -> None:
     for seed in SEEDS:
         run(sources(tmp_path), seed)
         run_long(sources(tmp_path), seed)
+        run_all_stages(sources(tmp_path), seed)
     run_three(sources(tmp_path), 0)

@@ -14,7 +14,7 @@ from emulator.fed import FORM, FedMachine, sources
 from emulator.kernels import PushMachine
 
 LONG = 4160
-"""Columns of a row that is sent in two pieces, of which the last one is short."""
+"""Columns of rows whose chunks are sent in several pieces, the last one short."""
 WRAPS = 2**32 - 2
 """Calls before, so that the numbers of the next ones pass 2**32."""
 
@@ -33,13 +33,14 @@ def check(
     hidden_size: int = 128,
     numbered: int = 0,
     resident: int = 16,
+    sms: int = 4,
 ) -> None:
-    """Calls of so many tokens in turn."""
+    """Calls of so many tokens in turn, with GEMMs on ``sms`` SMs."""
     machine = FedMachine(
         source, world_size, hidden_size, most_tokens=max(counts), seed=seed, numbered=numbered, resident=resident
     )
     for tokens in counts:
-        machine.call(tokens, 3)
+        machine.call(tokens, 3, sms=sms)
     machine.run()
 
 
@@ -76,6 +77,13 @@ def test_calls_of_different_sizes_follow_each_other(source: Path, seed: int, num
 def test_one_cluster_on_each_rank_is_enough(source: Path, seed: int) -> None:
     """The others begin when it has ended."""
     check(source, seed, [513, 260], resident=2)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 4))])
+def test_clusters_that_do_not_send_compute_from_the_start(source: Path, world_size: int, seed: int) -> None:
+    """Beside three clusters that send, or five where there are two peers."""
+    check(source, seed, [900, 513], world_size=world_size, sms=14, resident=32)
 
 
 def test_rows_of_several_pieces_are_sent_whole(source: Path) -> None:

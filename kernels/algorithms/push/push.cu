@@ -40,9 +40,10 @@
 //
 // FED=1: the rows of the result that this rank computes stay in its own memory, `hidden`, and this kernel takes no rows of the
 // peers. The GEMM behind this kernel sends this rank's rows and takes the peers' rows (fed.cuh). This kernel gives the GEMM a
-// new number of the call. The argument above, that a call needs something of every other rank, then holds for the kernel and
-// its GEMM together: a rank that owns no rows waits for nobody in this kernel, but its GEMM waits for all rows, and every rank
-// has added to each of these rows. So such a call is one launch, with its GEMM between it and the next launch.
+// new number of the call, and resets what its clusters and threads claim. The argument above, that a call needs something of
+// every other rank, then holds for the kernel and its GEMM together: a rank that owns no rows waits for nobody in this kernel,
+// but its GEMM waits for all rows, and every rank has added to each of these rows. So such a call is one launch, with its GEMM
+// between it and the next launch.
 //
 // Set by definitions, beside those of row.cuh, wire.cuh and EPILOGUE: FED, WORLD_SIZE, THREADS, CTAS_PER_SM (the registers must
 // allow it), CLUSTER, ONE_SHOT, RESIDUAL_SHARDED, RESIDUAL_OUT, SPIN_LIMIT (polls before a thread gives up; 0: never),
@@ -403,7 +404,7 @@ KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
   };
 
   // This CTA's share of moving the state on. CTA 0 also writes what only later launches read. The GEMM behind this launch has
-  // not started, and the one behind the launch before has ended, so CTA 0 may number the fed call now, too.
+  // not started, and the one behind the launch before has ended. So CTA 0 may number the fed call and reset its claims, too.
   const auto move_on = [&] {
     warp_sync();
     const uint32_t one = barrier_sync_with(0, THREADS, used);
