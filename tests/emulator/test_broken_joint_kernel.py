@@ -17,7 +17,7 @@ FULL, EMPTY = "wait(&shared.full[ring.stage], ring.parity);", "wait(&shared.empt
 BARRIERS = "mbarrier_init(&shared.empty[stage], 2 * 4 * CONSUMERS);"
 EXPECTED = "expect(full, halves * HALF_A + 2 * quarters * QUARTER_B)"
 LAST_SYNC = "  cluster_sync();  // CTAs end together: a CTA that has ended takes in no copies and no arrivals\n"
-FIRST_SYNC = "  cluster_sync();\n  if (threadIdx.x < 128)"
+FIRST_SYNC = "  cluster_sync();\n#if FED\n  if (rank == 0"
 QUARTER_TO = "b + (rank * quarters + quarter) * QUARTER_B"
 COLUMN = "(GATED ? 0 : rank * quarters * (COLUMNS / 4))"
 BESIDE = "beside * 2 * QUARTER_B, row, column"
