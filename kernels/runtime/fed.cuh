@@ -148,8 +148,7 @@ DEVICE void tell(FedShared& shared, int32_t turn, int32_t pair) {
 DEVICE int32_t told(FedShared& shared, int32_t turn) {
   const int32_t letter = turn % FED_LETTERS;
   if (turn > 0) mbarrier_arrive_expect(&shared.mailed[letter], 4);
-  while (!mbarrier_try_wait(&shared.mailed[letter], turn / FED_LETTERS & 1)) {
-  }
+  wait(&shared.mailed[letter], turn / FED_LETTERS & 1);
   return (int32_t)shared.letters[letter];
 }
 
@@ -169,7 +168,7 @@ struct Chunks {
   DEVICE int32_t to(int32_t chunk) const { return least_of((first + chunk + 1) * rows, end); }
 };
 
-// One thread counts the rows of a chunk, which have gone to the peers as far as it knows.
+// A thread counts the rows of a chunk. Its copies of them are complete.
 DEVICE void count_rows(const FedParams& fed, const Chunks& chunks, int32_t chunk) {
   const int32_t from = chunks.from(chunk), count = chunks.to(chunk) - from;
   const int32_t block = from / FED_BLOCK * FED_BLOCK, block_end = least_of(block + FED_BLOCK, chunks.end);

@@ -141,9 +141,9 @@ def write_checkpoint(folder: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-    config = LlamaConfig(
-        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=8, vocab_size=512
-    )
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8}
+    # No token ends a text: the first one would in one run of 512, before anything is compiled.
+    config = LlamaConfig(**sizes, vocab_size=512, eos_token_id=None)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     words = Tokenizer(models.WordLevel({"Hello": 3, "<unk>": 0}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
