@@ -141,8 +141,9 @@ DEVICE void multiply(const GroupedMmParams& params, Shared& shared, uint32_t ran
     if (lane < 2) mbarrier_arrive_at(&shared.empty[read], lane);
     int32_t row = tile.row + warp * 16;
     uint16_t* out = params.out + (int64_t)row * params.columns + tile.column;
+    auto place = [&](int32_t column) { return Place{out + column, params.columns, true}; };
     auto value = [&](int32_t i) { return d[i]; };
-    store_rows<TILE_COLUMNS>(out, params.columns, tile.twice ? 0 : tile.end - row, TILE_COLUMNS, value);
+    store_rows<TILE_COLUMNS>(tile.twice ? 0 : tile.end - row, place, value);
   }
 }
 

@@ -1,9 +1,11 @@
 // GEMMs that read one input, in one launch: the same rows times several matrices, in bf16 with sums in fp32.
 //
 // Two CTAs form a cluster. They compute a pair of output tiles over each other, of 128 rows x COLUMNS each, and share the
-// matrix's columns. The last pairs may be narrow, where that fills the last wave: narrow pairs have half of the columns. Where
-// 128 rows or fewer are left at the end, their pairs are low: each CTA computes 64 rows. Tiles of all matrices are one
-// sequence, so the next GEMM fills what would be a partial wave of the GEMM before.
+// matrices' columns. The last pairs may be narrow, where that fills the last wave: narrow pairs have half of the columns. Where
+// 128 rows or fewer are left at the end, their pairs are low: each CTA computes 64 rows.
+//
+// The columns of all matrices lie beside each other, as if they were one matrix. A tile may have the last columns of one matrix
+// and the first ones of the next. Columns are loaded in boxes, each of one matrix, so a matrix begins with a box.
 //
 // A cluster computes the pair with the number of the cluster, and every (gridDim / 2)-th pair after it: whole pairs first, then
 // narrow ones, then low ones. In a CTA one thread keeps a ring of shared-memory stages filled. A stage holds 64 of the depth
@@ -12,8 +14,9 @@
 //
 // BIASED: each matrix has a vector that is added to all rows of its result, before the result is rounded.
 //
-// GATED: there are two matrices, and silu(rows * the first) * (rows * the second) is stored. Half of a tile's columns are the
-// first matrix's, and half the second matrix's. CTA 0 loads the first matrix for both CTAs, and CTA 1 loads the second one.
+// GATED: there are two matrices, and silu(rows * the first) * (rows * the second) is stored. The matrices don't lie beside each
+// other then: half of each tile's columns are the first matrix's, and half the second matrix's. CTA 0 loads the first matrix for
+// both CTAs, and CTA 1 loads the second one.
 //
 // FED: rows that other ranks compute arrive while the kernel runs (fed.cuh). Pairs of this rank's own rows come first. The
 // other ranks' rows follow in the order in which they arrive, with all columns of a pair before the next one. The thread that
@@ -29,18 +32,22 @@
 #endif
 
 inline constexpr int MATRICES = 3;
+inline constexpr int32_t NO_MATRIX = 0x7fffffff;
 static_assert(!(BIASED && GATED), "biases are added to what is stored");
 
 struct JointMmParams {
-  TensorMap a;                       // [rows, depth], boxes of 64 x 64
-  TensorMap matrices[MATRICES];      // [columns, depth], boxes of COLUMNS / 4 x 64
+  TensorMap a;                       // [rows, depth], boxes of TILE_ROWS / boxes_a x 64
+  TensorMap matrices[MATRICES];      // [columns, depth], boxes of COLUMNS / boxes_b x 64
   uint16_t* out[MATRICES];           // [rows, columns]; GATED: only the first is used
   const uint16_t* biases[MATRICES];  // [columns]; for BIASED
-  int32_t columns[MATRICES];         // multiples of 8; 0 where there is no such output
+  int32_t columns[MATRICES];         // multiples of 8
+  int32_t begins[MATRICES];          // where a matrix's columns begin; NO_MATRIX where there is none
+  int32_t boxes_a, boxes_b;          // of a tile that is neither narrow nor low; with low ones boxes_a is 2
+  int32_t wide;                      // tiles beside each other
   int32_t rows;
-  int32_t depth;       // a multiple of TILE_DEPTH
-  int32_t whole;       // pairs that are neither narrow nor low
-  int32_t unused[14];  // to a multiple of 64 bytes
+  int32_t depth;      // a multiple of TILE_DEPTH
+  int32_t whole;      // pairs that are neither narrow nor low
+  int32_t unused[8];  // to a multiple of 64 bytes
 #if FED
   FedParams fed;
 #endif
@@ -52,10 +59,11 @@ inline constexpr int BAND = 8;       // pairs over each other that are computed 
 inline constexpr int CONSUMERS = 2;  // warpgroups
 inline constexpr int THREADS = 128 * (CONSUMERS + 1);
 inline constexpr int ROW_BYTES = TILE_DEPTH * 2;
-inline constexpr int HALF_A = TILE_ROWS / 2 * ROW_BYTES, QUARTER_B = COLUMNS / 4 * ROW_BYTES;
-inline constexpr int STAGE_BYTES = 2 * HALF_A + 4 * QUARTER_B;
+inline constexpr int HALF_A = TILE_ROWS / 2 * ROW_BYTES, HALF_B = COLUMNS / 2 * ROW_BYTES;
+inline constexpr int STAGE_BYTES = 2 * HALF_A + 2 * HALF_B;
 inline constexpr int STAGES = 225 * 1024 / STAGE_BYTES;
 inline constexpr uint16_t BOTH = 3;
+inline constexpr int UNROLLED = FED ? 1 : 4;  // a thread that fills stages of a fed GEMM has no registers for more
 #if FED
 static_assert(FED_BLOCK == TILE_ROWS, "a tile lies in one block");
 static_assert(FED_THREADS * FED_PIECES * FED_PIECE <= STAGES * STAGE_BYTES, "rows are sent through the stages");
@@ -74,19 +82,22 @@ static_assert(sizeof(Shared) <= 227 * 1024, "an SM's shared memory");
 
 // One CTA's tile of a pair.
 struct Tile {
-  int32_t matrix;
-  int32_t row, column;  // its first row and column
+  int32_t row, column;  // its first row, and its first column of all matrices'
   bool narrow, low;     // half of the columns; 64 rows, not 128
 };
 
-DEVICE int32_t quotient_up(int32_t n, int32_t d) { return (n + d - 1) / d; }
+// The matrix that has a column, of all matrices' columns. Columns behind the last matrix count as its own.
+DEVICE int32_t matrix_of(const JointMmParams& params, int32_t column) {
+  int32_t matrix = 0;
+#pragma unroll
+  for (int32_t next = 1; next < MATRICES; next++) matrix += column >= params.begins[next];
+  return matrix;
+}
 
 // Finds the tile of CTA `rank` in pair `number` of all pairs. Two narrow pairs take the place of one whole pair. Returns false
 // beyond the last pair.
 DEVICE bool find(const JointMmParams& params, int32_t number, int32_t rank, Tile& tile) {
-  int32_t wide = 0;
-#pragma unroll
-  for (int32_t matrix = 0; matrix < MATRICES; matrix++) wide += quotient_up(params.columns[matrix], OUT_COLUMNS);
+  const int32_t wide = params.wide;
   int32_t high = (params.rows + TILE_ROWS - 1) / (2 * TILE_ROWS);  // pairs over each other that have more than 128 rows
   int32_t behind = number - params.whole;
   int32_t pairs = high * wide, pair = behind < 0 ? number : params.whole + behind / 2, column, row;
@@ -119,15 +130,6 @@ DEVICE bool find(const JointMmParams& params, int32_t number, int32_t rank, Tile
     if (row >= params.rows || column >= wide) return false;
   }
   tile.row = row + rank * (tile.low ? TILE_ROWS / 2 : TILE_ROWS);
-  tile.matrix = 0;
-#pragma unroll
-  for (int32_t matrix = 0; matrix < MATRICES - 1; matrix++) {
-    int32_t own = quotient_up(params.columns[matrix], OUT_COLUMNS);
-    if (tile.matrix == matrix && column >= own) {
-      column -= own;
-      tile.matrix++;
-    }
-  }
   tile.column = column * OUT_COLUMNS + (tile.narrow ? behind % 2 * (OUT_COLUMNS / 2) : 0);
   return true;
 }
@@ -136,20 +138,27 @@ DEVICE bool find(const JointMmParams& params, int32_t number, int32_t rank, Tile
 template <class Between>
 DEVICE void fill_pair(
     const JointMmParams& params, Shared& shared, Ring<STAGES>& ring, const Tile& tile, int32_t rank, Between between) {
-  const TensorMap& matrix = params.matrices[GATED ? rank : tile.matrix];
-  const int32_t halves = tile.low ? 1 : 2, quarters = tile.narrow ? 1 : 2;  // of rows and of columns, that this CTA loads
-  const int32_t column = tile.column + (GATED ? 0 : rank * quarters * (COLUMNS / 4));
+  const int32_t boxes_a = tile.low ? 1 : params.boxes_a, box_rows = TILE_ROWS / params.boxes_a;
+  const int32_t boxes_b = params.boxes_b / (tile.narrow ? 2 : 1), box_columns = COLUMNS / params.boxes_b;
+  const int32_t bytes = (tile.low ? 1 : 2) * HALF_A + (tile.narrow ? 1 : 2) * HALF_B;
+  // Each CTA loads half of the boxes of columns for both. CTA 0 loads one more if they are odd.
+  const int32_t first = rank * ((boxes_b + 1) / 2), end = rank ? boxes_b : (boxes_b + 1) / 2;
   for (int32_t k = 0; k < params.depth; k += TILE_DEPTH, ring.next()) {
     uint8_t* a = shared.stages[ring.stage];
     uint8_t* b = a + 2 * HALF_A;
     uint64_t* full = &shared.full[ring.stage];
     wait(&shared.empty[ring.stage], ring.parity ^ 1);
-    mbarrier_arrive_expect(full, halves * HALF_A + 2 * quarters * QUARTER_B);
-    for (int32_t half = 0; half < halves; half++) {
-      load_tile(a + half * HALF_A, params.a, k, tile.row + half * (TILE_ROWS / 2), full);
+    mbarrier_arrive_expect(full, bytes);
+#pragma unroll UNROLLED
+    for (int32_t box = 0; box < boxes_a; box++) {
+      load_tile(a + box * box_rows * ROW_BYTES, params.a, k, tile.row + box * box_rows, full);
     }
-    for (int32_t quarter = 0; quarter < quarters; quarter++) {
-      load_tile_to(BOTH, b + (rank * quarters + quarter) * QUARTER_B, matrix, k, column + quarter * (COLUMNS / 4), full);
+#pragma unroll UNROLLED
+    for (int32_t box = first; box < end; box++) {
+      const int32_t column = tile.column + (GATED ? box - first : box) * box_columns;
+      const int32_t matrix = GATED ? rank : matrix_of(params, column);
+      const int32_t before = GATED ? 0 : params.begins[matrix];
+      load_tile_to(BOTH, b + box * box_columns * ROW_BYTES, params.matrices[matrix], k, column - before, full);
     }
     between(k);
   }
@@ -191,15 +200,14 @@ DEVICE void fill(const JointMmParams& params, Shared& shared, int32_t rank) {
 }
 #endif
 
-// Adds the bias to all rows of a thread's sums of N columns, of which the first `columns` exist. `bias` points to the bias of
-// the first column.
+// Adds the biases to all rows of a thread's sums of N columns from `column` on.
 template <int N>
-DEVICE void add_bias(float (&d)[N / 2], const uint16_t* bias, int32_t columns) {
-  bias += threadIdx.x % 4 * 2;
+DEVICE void add_bias(const JointMmParams& params, float (&d)[N / 2], int32_t column) {
 #pragma unroll
   for (int32_t block = 0; block < N / 8; block++) {
+    const int32_t matrix = matrix_of(params, column + block * 8), in = column + block * 8 - params.begins[matrix];
     uint32_t two[1] = {0};
-    if (block * 8 < columns) load_global(two, bias + block * 8);
+    if (in < params.columns[matrix]) load_global(two, params.biases[matrix] + in + threadIdx.x % 4 * 2);
 #pragma unroll
     for (int32_t i = 0; i < 4; i++) d[block * 4 + i] += as_float(i % 2 ? two[0] & 0xffff0000u : two[0] << 16);
   }
@@ -227,7 +235,7 @@ DEVICE void multiply(
 #pragma unroll
       for (int32_t part = 0; part < PARTS; part++) {
         wgmma_64x16<N / PARTS>(
-            d[part], rows + columns_on(step), columns + part * (2 * QUARTER_B >> 4) + columns_on(step), 1);
+            d[part], rows + columns_on(step), columns + part * (HALF_B >> 4) + columns_on(step), 1);
       }
     }
     wgmma_commit();
@@ -237,15 +245,17 @@ DEVICE void multiply(
   }
   wgmma_wait<0>();
   if (lane < 2) mbarrier_arrive_at(&shared.empty[read], lane);
-  int64_t row_elements = params.columns[tile.matrix];
-  uint16_t* out = params.out[tile.matrix] + row * row_elements + column;
-  const int32_t rows_left = params.rows - row, columns_left = (int32_t)row_elements - column;
+  const auto place = [&](int32_t further) {
+    const int32_t at = column + further, matrix = GATED ? 0 : matrix_of(params, at), in = at - params.begins[matrix];
+    const int64_t row_elements = params.columns[matrix];
+    return Place{params.out[matrix] + row * row_elements + in, row_elements, in < row_elements};
+  };
   if constexpr (GATED) {
     auto value = [&](int32_t i) { return silu(d[0][i]) * d[(N / 4 + i) / EACH][(N / 4 + i) % EACH]; };
-    store_rows<N / 2>(out, row_elements, rows_left, columns_left, value);
+    store_rows<N / 2>(params.rows - row, place, value);
   } else {
-    if constexpr (BIASED) add_bias<N>(d[0], params.biases[tile.matrix] + column, columns_left);
-    store_rows<N>(out, row_elements, rows_left, columns_left, [&](int32_t i) { return d[0][i]; });
+    if constexpr (BIASED) add_bias<N>(params, d[0], column);
+    store_rows<N>(params.rows - row, place, [&](int32_t i) { return d[0][i]; });
   }
 }
 
@@ -259,7 +269,7 @@ KERNEL(THREADS, 1) joint_mm(GRID_CONSTANT JointMmParams params) {
   if (threadIdx.x == 0) {
     prefetch_map(params.a);
     for (int32_t matrix = 0; matrix < MATRICES; matrix++) {
-      if (params.columns[matrix]) prefetch_map(params.matrices[matrix]);
+      if (GATED ? matrix < 2 : params.begins[matrix] < NO_MATRIX) prefetch_map(params.matrices[matrix]);
     }
     for (int32_t stage = 0; stage < STAGES; stage++) {
       mbarrier_init(&shared.full[stage], 1);
@@ -311,9 +321,9 @@ KERNEL(THREADS, 1) joint_mm(GRID_CONSTANT JointMmParams params) {
       if (!tile.low && !tile.narrow) {
         multiply<COLUMNS, 1>(params, shared, ring, tile, a, 0, row, column);
       } else if (GATED && tile.low) {  // a quarter of each matrix's columns
-        multiply<COLUMNS / 2, GATED ? 2 : 1>(params, shared, ring, tile, a, beside * QUARTER_B, row, column);
+        multiply<COLUMNS / 2, GATED ? 2 : 1>(params, shared, ring, tile, a, beside * HALF_B / 2, row, column);
       } else {
-        multiply<COLUMNS / 2, 1>(params, shared, ring, tile, a, beside * 2 * QUARTER_B, row, column);
+        multiply<COLUMNS / 2, 1>(params, shared, ring, tile, a, beside * HALF_B, row, column);
       }
     };
 #if FED

@@ -5,18 +5,19 @@
     fed_joint_mm(fed, matrices, biases), fed_gated_mm(fed, gate, up): the same for rows that arrive meanwhile (fed.py)
 
 Half of the tokens have half of the tiles, so the SMs that a last, partial wave leaves idle cost twice as much in relation.
-Queries, keys and values, or gate and up, are GEMMs of one input. As one sequence of tiles they have only one partial wave. It
-is made of smaller tiles where these fill the wave. The results have the same bits as those of a GEMM that does not split its
-depth.
+Queries, keys and values, or gate and up, are GEMMs of one input. As one GEMM of all their columns they have only one partial
+wave. It is made of smaller tiles where these fill the wave. The results have the same bits as those of a GEMM that does not
+split its depth.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
@@ -25,10 +26,12 @@ from tw_compile.kernels.gemm.fed import SHARED_BYTES, FedParams, FedRows
 from tw_compile.kernels.runtime.launch import Kernel, prepare
 from tw_compile.kernels.runtime.program import Program, arch_of, compile_all
 from tw_compile.kernels.runtime.wgmma import BOX_COLUMNS, CAPABILITY, TensorMap, has_instructions, tensor_map
-from tw_compile.planning.joint_tiles import MOST_JOINT, WIDTHS, tiling
+from tw_compile.planning.joint_tiles import MOST_JOINT, WIDTHS, Tiling, begins, tiles_beside, tiling
 
 _TILE_ROWS, _TILE_DEPTH = 128, BOX_COLUMNS
 _THREADS = 384
+_NO_MATRIX = 2**31 - 1
+"""Where a matrix begins that does not exist."""
 Form = Literal["plain", "biased", "gated"]
 """What is done with the sums before they are stored: nothing, add a bias, or multiply by ``silu`` of the gate."""
 
@@ -42,10 +45,9 @@ class JointMmParams(ctypes.Structure):
         ("out", ctypes.c_void_p * MOST_JOINT),
         ("biases", ctypes.c_void_p * MOST_JOINT),
         ("columns", ctypes.c_int32 * MOST_JOINT),
-        ("rows", ctypes.c_int32),
-        ("depth", ctypes.c_int32),
-        ("whole", ctypes.c_int32),
-        ("unused", ctypes.c_int32 * 14),
+        ("begins", ctypes.c_int32 * MOST_JOINT),
+        *((name, ctypes.c_int32) for name in ("boxes_a", "boxes_b", "wide", "rows", "depth", "whole")),
+        ("unused", ctypes.c_int32 * 8),
     ]
 
 
@@ -56,6 +58,7 @@ class FedJointMmParams(ctypes.Structure):
 
 
 FedJointMmParams.__name__ = JointMmParams.__name__
+_Params = TypeVar("_Params", bound=ctypes.Structure)
 
 
 def can_multiply(a: torch.Tensor, matrix: torch.Tensor) -> bool:
@@ -133,22 +136,12 @@ def _launch(
     reserved_sms: int,
     fed: FedRows | None = None,
 ) -> None:
-    rows, depth = a.shape
+    rows = len(a)
     if not rows:
         return
     clusters = max(sms_of(a.device) - reserved_sms, 2) // 2
-    columns = [one.shape[1] for one in matrices]
-    tiles = tiling(rows, (sum(columns),) if form == "gated" else tuple(columns), clusters)
-    params = (JointMmParams if fed is None else FedJointMmParams)(
-        a=tensor_map(a.data_ptr(), rows, depth, _TILE_ROWS // 2), rows=rows, depth=depth, whole=tiles.whole
-    )
-    for index, matrix in enumerate(matrices):
-        params.matrices[index] = tensor_map(matrix.data_ptr(), columns[index], depth, tiles.width // 4)
-    for index, out in enumerate(outs):
-        params.out[index] = out.data_ptr()
-        params.columns[index] = out.shape[1]
-    for index, bias in enumerate(biases):
-        params.biases[index] = bias.data_ptr()
+    tiles = tiling(rows, _columns_beside(form, matrices), clusters)
+    params = params_of(JointMmParams if fed is None else FedJointMmParams, form, a, matrices, biases, outs, tiles)
     used = min(clusters, tiles.whole + tiles.narrow + tiles.low)
     if fed is not None:
         params.fed = fed.params(used)
@@ -165,6 +158,59 @@ def _launch(
         shared_bytes=shared_bytes(tiles.width) + (SHARED_BYTES if fed is not None else 0),
         cluster=2,
     )
+
+
+def params_of(
+    kind: type[_Params],
+    form: Form,
+    a: torch.Tensor,
+    matrices: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor],
+    outs: Sequence[torch.Tensor],
+    tiles: Tiling,
+) -> _Params:
+    """What a launch with ``tiles`` gets. Boxes are as large as they can be, as a thread takes time to ask for each."""
+    rows, depth = a.shape
+    beside = _columns_beside(form, matrices)
+    first_columns = begins(beside, tiles.multiple)
+    params = kind(
+        boxes_a=2 if tiles.low else 1,
+        boxes_b=_boxes(form, tiles, first_columns[1:-1]),
+        wide=tiles_beside(beside, tiles.width, tiles.multiple),
+        rows=rows,
+        depth=depth,
+        whole=tiles.whole,
+    )
+    params.a = tensor_map(a.data_ptr(), rows, depth, _TILE_ROWS // params.boxes_a)
+    for index in range(MOST_JOINT):
+        params.begins[index] = first_columns[index] if index < len(beside) else _NO_MATRIX
+    for index, matrix in enumerate(matrices):
+        params.matrices[index] = tensor_map(matrix.data_ptr(), matrix.shape[1], depth, tiles.width // params.boxes_b)
+    for index, out in enumerate(outs):
+        params.out[index] = out.data_ptr()
+        params.columns[index] = out.shape[1]
+    for index, bias in enumerate(biases):
+        params.biases[index] = bias.data_ptr()
+    return params
+
+
+def _columns_beside(form: Form, matrices: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Columns of the matrices that lie beside each other. A gated GEMM has both matrices' columns in each tile."""
+    columns = tuple(matrix.shape[1] for matrix in matrices)
+    return (sum(columns),) if form == "gated" else columns
+
+
+def _boxes(form: Form, tiles: Tiling, first_columns: Sequence[int]) -> int:
+    """Into how many boxes a whole tile's columns are cut. Other matrices than the first begin at ``first_columns``.
+
+    Both CTAs of a cluster load at least one box of a tile. A narrow tile has half as many boxes as a whole one. A gated tile
+    has as many boxes of either matrix.
+    """
+    fewest = 4 if tiles.narrow else 2
+    if form == "gated":
+        return fewest
+    box = math.gcd(tiles.width // (2 if tiles.narrow else 1), *first_columns)
+    return max(tiles.width // box, fewest)
 
 
 def shared_bytes(width: int) -> int:

@@ -38,17 +38,26 @@ DEVICE void gather_block(uint32_t (&w)[4], uint32_t quad_lane) {
   for (uint32_t part = 0; part < 4; part++) w[part] = pick(received, part ^ quad_lane);
 }
 
+// Where eight columns of a row are stored.
+struct Place {
+  uint16_t* out;  // in the warp's first row
+  int64_t row_elements;
+  bool exists;
+};
+
 // Stores 64 rows and N columns in bf16. A thread has them as `value(i)`, in the order of d[i] of a wgmma. Each thread stores 16
-// bytes of two rows for every 32 columns. `out` is the address of the warp's first row and first column. Of the warp's 16 rows,
-// the first `rows` are stored. Of the columns, the first `columns` are stored, in whole blocks of eight.
-template <int N, class Value>
-DEVICE void store_rows(uint16_t* out, int64_t row_elements, int32_t rows, int32_t columns, Value value) {
+// bytes of two rows for every 32 columns. `place(column)` is the place of the eight columns from `column` on, which is counted
+// from the first of the N. Of the warp's 16 rows, the first `rows` are stored.
+template <int N, class PlaceOf, class Value>
+DEVICE void store_rows(int32_t rows, PlaceOf place, Value value) {
   const uint32_t lane = threadIdx.x % 32, quad_lane = lane % 4;
 #pragma unroll
-  for (int32_t below = 0; below < 2; below++) {
-    const int32_t row = below * 8 + (int32_t)(lane / 4);
+  for (int32_t block = 0; block < N / 8; block += 4) {
+    const int32_t own = block + (int32_t)quad_lane;
+    const Place to = place(own * 8);
 #pragma unroll
-    for (int32_t block = 0; block < N / 8; block += 4) {
+    for (int32_t below = 0; below < 2; below++) {
+      const int32_t row = below * 8 + (int32_t)(lane / 4);
       uint32_t w[4];
 #pragma unroll
       for (int32_t one = 0; one < 4; one++) {
@@ -56,8 +65,7 @@ DEVICE void store_rows(uint16_t* out, int64_t row_elements, int32_t rows, int32_
         w[one] = pack_bf16(value(found * 4 + below * 2), value(found * 4 + below * 2 + 1));
       }
       gather_block(w, quad_lane);
-      const int32_t own = block + (int32_t)quad_lane;
-      if (row < rows && own < N / 8 && own * 8 < columns) store_global(out + row * row_elements + own * 8, w);
+      if (row < rows && own < N / 8 && to.exists) store_global(to.out + row * to.row_elements, w);
     }
   }
 }

@@ -72,6 +72,7 @@ DEVICE void wgmma_wait() {
 // The registers of a thread's sums, eight at a time: their names in the instruction, and the operands themselves.
 #define TW_NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define TW_NAMES_16 TW_NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define TW_NAMES_20 TW_NAMES_16 ", %16, %17, %18, %19"
 #define TW_NAMES_24 TW_NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define TW_NAMES_28 TW_NAMES_24 ", %24, %25, %26, %27"
 #define TW_NAMES_32 TW_NAMES_24 ", %24, %25, %26, %27, %28, %29, %30, %31"
@@ -90,6 +91,7 @@ DEVICE void wgmma_wait() {
 #define TW_SUMS_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define TW_SUMS_8(d) TW_SUMS_4(d, 0), TW_SUMS_4(d, 4)
 #define TW_SUMS_16(d) TW_SUMS_8(d), TW_SUMS_4(d, 8), TW_SUMS_4(d, 12)
+#define TW_SUMS_20(d) TW_SUMS_16(d), TW_SUMS_4(d, 16)
 #define TW_SUMS_24(d) TW_SUMS_16(d), TW_SUMS_4(d, 16), TW_SUMS_4(d, 20)
 #define TW_SUMS_28(d) TW_SUMS_24(d), TW_SUMS_4(d, 24)
 #define TW_SUMS_32(d) TW_SUMS_24(d), TW_SUMS_4(d, 24), TW_SUMS_4(d, 28)
@@ -122,12 +124,15 @@ DEVICE void wgmma_64x16(float (&d)[N / 2], uint64_t a, uint64_t b, int keep);
                  : TW_SUMS_##SUMS(d)                                                                           \
                  : "l"(a), "l"(b), "r"(keep));                                                                 \
   }
+TW_WGMMA(40, 20, "%20", "%21", "%22")
 TW_WGMMA(48, 24, "%24", "%25", "%26")
 TW_WGMMA(56, 28, "%28", "%29", "%30")
 TW_WGMMA(64, 32, "%32", "%33", "%34")
+TW_WGMMA(80, 40, "%40", "%41", "%42")
 TW_WGMMA(96, 48, "%48", "%49", "%50")
 TW_WGMMA(112, 56, "%56", "%57", "%58")
 TW_WGMMA(128, 64, "%64", "%65", "%66")
+TW_WGMMA(160, 80, "%80", "%81", "%82")
 TW_WGMMA(192, 96, "%96", "%97", "%98")
 TW_WGMMA(224, 112, "%112", "%113", "%114")
 TW_WGMMA(256, 128, "%128", "%129", "%130")

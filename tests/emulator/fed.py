@@ -157,7 +157,7 @@ class FedMachine(Machine):
     ) -> Iterator[None]:
         """What is launched by the host's code is queued for this rank."""
 
-        def launch(params: Any, *, stream: int, grid: int, block: int, shared_bytes: int, cluster: int) -> None:
+        def launch(params: Any, *, stream: int, grid: int, block: int, shared_bytes: int, **options: Any) -> None:
             for index, matrix in enumerate(matrices):
                 self.emulator.alloc(rank, matrix, name=f"matrix {index}")
                 if self.gated and index:
@@ -165,7 +165,7 @@ class FedMachine(Machine):
                 out = bits_of(params.out[index], params.rows * len(matrix))
                 out.fill(NOT_WRITTEN)
                 self.emulator.alloc(rank, out, name=f"out {index}")
-            self._launch(rank, grid, block, shared_bytes, params, is_gemm=True, cluster=cluster)
+            self._launch(rank, grid, block, shared_bytes, params, is_gemm=True, **options)
 
         kernels = {WIDTH: SimpleNamespace(launch=launch)}
         with pytest.MonkeyPatch.context() as patch:

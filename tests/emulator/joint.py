@@ -15,17 +15,18 @@ from emulator.grouped import NOT_WRITTEN, STALL_LIMIT, TileDriver, bits_of, whol
 from tw_compile import compat
 from tw_compile.kernels.gemm import joint_mm as module
 from tw_compile.kernels.runtime import bindings
-from tw_compile.planning.joint_tiles import Tiling
+from tw_compile.planning.joint_tiles import Tiling, tiles_beside
 
 SOURCE = Path(module.__file__).with_name("joint_mm.cu")
 
 
-def narrow_behind(whole: int, rows: int, columns: Sequence[int], width: int) -> Tiling:
-    """With the first ``whole`` pairs of tiles, or all that there are, not narrow."""
-    wide = sum(-(-one // width) for one in columns)
+def narrow_behind(whole: int, rows: int, columns: Sequence[int], width: int, multiple: int | None = None) -> Tiling:
+    """With the first ``whole`` pairs of tiles, or all that there are, not narrow. ``multiple``: not ``width``."""
+    multiple = multiple or width
+    wide = tiles_beside(columns, width, multiple)
     high = (rows + 127) // 256
     whole = min(whole, high * wide)
-    return Tiling(width, whole, 2 * (high * wide - whole), wide if rows > high * 256 else 0, 0.0)
+    return Tiling(width, multiple, whole, 2 * (high * wide - whole), wide if rows > high * 256 else 0, 0.0)
 
 
 def multiply(
@@ -47,7 +48,7 @@ def multiply(
     """
 
     def launch(
-        params: module.JointMmParams, *, stream: int, grid: int, block: int, shared_bytes: int, cluster: int
+        params: module.JointMmParams, *, stream: int, grid: int, block: int, shared_bytes: int, **options: Any
     ) -> None:
         emulator = Emulator(source, "joint_mm", 1, seed, resident=resident, stall_limit=STALL_LIMIT, defines=defines)
         emulator.alloc(0, a, name="a")
@@ -59,7 +60,7 @@ def multiply(
             out = bits_of(params.out[index], len(a) * matrix.shape[1])
             out.fill(NOT_WRITTEN)
             emulator.alloc(0, out, name=f"out {index}")
-        emulator.launch(0, stream, grid, block, shared_bytes, params, cluster=cluster)
+        emulator.launch(0, stream, grid, block, shared_bytes, params, **options)
         emulator.run()
 
     defines: dict[str, int | str] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from emulator.joint import check, check_gated, narrow_behind
-from tw_compile.planning.joint_tiles import WIDTHS, tiling
+from tw_compile.planning.joint_tiles import BOX, WIDTHS, tiling
 
 DEPTH = 192
 """Three stages' worth; the ring has four and more."""
@@ -26,6 +26,20 @@ def test_any_multiple_of_eight_columns(columns: list[int]) -> None:
 def test_pairs_are_whole_or_narrow_or_low(width: int, whole: int) -> None:
     rows, columns = 300, (width, 2 * width - 8, 40)
     check(rows, columns, DEPTH, seed=whole, tiles=narrow_behind(whole, rows, columns, width))
+
+
+TWO = {256: (288, 256), 224: (256, 200), 192: (224, 160, 200), 160: (64, 32, 352)}
+"""By width: matrices of which tiles have columns of two, and once of three."""
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("whole", [0, 2, 99])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_tile_has_columns_of_two_matrices(width: int, whole: int, biased: bool) -> None:
+    if whole < 99 and width % (2 * BOX):
+        return
+    rows, columns = 300, TWO[width]
+    check(rows, columns, DEPTH, seed=whole, biased=biased, tiles=narrow_behind(whole, rows, columns, width, BOX))
 
 
 @pytest.mark.parametrize("whole", range(0, 5, 2))

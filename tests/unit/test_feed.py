@@ -273,7 +273,7 @@ def test_gemms_are_fed_from_a_wave_of_own_tiles_and_rows_enough_on(
 ) -> None:
     def suits(tokens: int) -> tuple[bool, bool]:
         fewest = min(own_pairs(tokens, *row_range(tokens, world_size, rank))[1] for rank in range(world_size))
-        own = fewest * sum(-(-one // 256) for one in columns)
+        own = fewest * -(-sum(-(-one // 32) * 32 for one in columns) // 256)
         return tokens * (world_size - 1) >= -(-(2**35) // hidden**2) * world_size, own >= 66
 
     send, fill = feeding.tokens_to_send(hidden, world_size), feeding.tokens_to_fill(columns, world_size)

@@ -72,7 +72,7 @@ def test_tensor_maps_lie_where_the_copy_engine_reads_them() -> None:
 @KERNELS
 def test_the_host_knows_the_kernels_sizes(tmp_path: Path, width: int, form: Form) -> None:
     program = joint_mm_program(width, form)
-    stages = {256: 4, 224: 5, 192: 5}[width]
+    stages = {256: 4, 224: 5, 192: 5, 160: 6}[width]
     facts = {
         "TILE_ROWS": module._TILE_ROWS,
         "TILE_DEPTH": module._TILE_DEPTH,
@@ -83,7 +83,7 @@ def test_the_host_knows_the_kernels_sizes(tmp_path: Path, width: int, form: Form
         "STAGES": stages,
         "STAGE_BYTES": (128 + width) * 128,
         "HALF_A % 1024": 0,
-        "QUARTER_B % 1024": 0,
+        "HALF_B % 2048": 0,
         "sizeof(Shared)": shared_bytes(width),
     }
     assert shared_bytes(width) <= FULL_SHARED_BYTES < shared_bytes(width) + (128 + width) * 128
@@ -323,7 +323,7 @@ def plan(monkeypatch: pytest.MonkeyPatch, tiles: Tiling) -> list[tuple[object, .
 def test_a_launch_has_the_operands_and_the_kernels_shape(
     monkeypatch: pytest.MonkeyPatch, launches: list[dict[str, Any]], columns: tuple[int, ...], biased: bool
 ) -> None:
-    asked = plan(monkeypatch, Tiling(224, whole=3, narrow=4, low=5, pairs=1.0))
+    asked = plan(monkeypatch, Tiling(224, 224, whole=3, narrow=4, low=5, pairs=1.0))
     a, matrices = make_a(), make_matrices(columns)
     biases = [make_bias(one) for one in columns] if biased else []
     outs = joint_mm(a, matrices, biases, 3)
@@ -332,13 +332,15 @@ def test_a_launch_has_the_operands_and_the_kernels_shape(
     assert asked == [(ROWS, columns, 64)]
     (launch,) = launches
     params = launch.pop("params")
-    assert list(params.a)[:4] == [a.data_ptr(), ROWS, DEPTH, 64]
+    assert list(params.a)[:4] == [a.data_ptr(), ROWS, DEPTH, 64], "low tiles have one box of 64 rows"
     no_matrix, missing = [0] * 4, MOST_JOINT - len(columns)
     maps = [[one.data_ptr(), one.shape[1], DEPTH, 56] for one in matrices]
     assert [list(one)[:4] for one in params.matrices] == maps + [no_matrix] * missing
     assert list(params.out) == [out.data_ptr() for out in outs] + [None] * missing
     assert list(params.columns) == [*columns, *[0] * missing]
     assert list(params.biases) == ([one.data_ptr() for one in biases] + [None] * missing if biased else [None] * 3)
+    assert list(params.begins) == [0, 672, 1120][: len(columns)] + [2**31 - 1] * missing
+    assert params.wide == sum(-(-one // 224) for one in columns) and (params.boxes_a, params.boxes_b) == (2, 4)
     assert (params.rows, params.depth, params.whole) == (ROWS, DEPTH, 3)
     sizes = {"block": module._THREADS, "shared_bytes": shared_bytes(224), "cluster": 2}
     form = "biased" if biased else "plain"
@@ -348,21 +350,59 @@ def test_a_launch_has_the_operands_and_the_kernels_shape(
 def test_a_gated_launch_has_two_matrices_and_one_result(
     monkeypatch: pytest.MonkeyPatch, launches: list[dict[str, Any]]
 ) -> None:
-    asked = plan(monkeypatch, Tiling(192, whole=2, narrow=6, low=0, pairs=1.0))
+    asked = plan(monkeypatch, Tiling(192, 192, whole=2, narrow=6, low=0, pairs=1.0))
     a, gate, up = make_a(), make_matrix(264), make_matrix(264)
     out = gated_mm(a, gate, up, 0)
     assert out.shape == (ROWS, 264) and out.dtype == torch.bfloat16 and out.is_contiguous()
     assert asked == [(ROWS, (528,), 66)], "a tile has columns of both"
     (launch,) = launches
     params = launch.pop("params")
-    assert list(params.a)[:4] == [a.data_ptr(), ROWS, DEPTH, 64]
+    assert list(params.a)[:4] == [a.data_ptr(), ROWS, DEPTH, 128]
     maps = [[one.data_ptr(), 264, DEPTH, 48] for one in (gate, up)]
     assert [list(one)[:4] for one in params.matrices] == [*maps, [0] * 4]
     assert list(params.out) == [out.data_ptr(), None, None]
     assert list(params.columns) == [264, 0, 0], "the result's, which are half of what is multiplied"
+    assert list(params.begins) == [0, 2**31 - 1, 2**31 - 1] and params.wide == 3
+    assert (params.boxes_a, params.boxes_b) == (1, 4)
     assert (params.rows, params.depth, params.whole) == (ROWS, DEPTH, 2)
     sizes = {"block": module._THREADS, "shared_bytes": shared_bytes(192), "cluster": 2}
     assert launch == {"stream": STREAM, "grid": 16, "width": 192, "form": "gated", **sizes}
+
+
+@pytest.mark.parametrize(
+    ("width", "multiple", "narrow", "columns", "begin", "wide", "boxes"),
+    [
+        (256, 256, 0, (512, 512), 512, 4, 2),
+        (256, 32, 0, (512, 512), 512, 4, 2),
+        (256, 32, 2, (512, 512), 512, 4, 4),
+        (256, 32, 0, (264, 512), 288, 4, 8),
+        (192, 32, 0, (512, 256), 512, 4, 3),
+        (192, 32, 2, (512, 256), 512, 4, 6),
+        (192, 192, 2, (512, 256), 576, 5, 4),
+        (160, 32, 0, (512, 128), 512, 4, 5),
+        (160, 160, 4, (512, 128), 640, 5, 4),
+        (224, 32, 0, (512, 384), 512, 4, 7),
+    ],
+)
+def test_boxes_are_as_large_as_they_can_be(
+    monkeypatch: pytest.MonkeyPatch,
+    launches: list[dict[str, Any]],
+    width: int,
+    multiple: int,
+    narrow: int,
+    columns: tuple[int, int],
+    begin: int,
+    wide: int,
+    boxes: int,
+) -> None:
+    """Each is of one matrix, both CTAs load one at least, and a narrow tile has half of them."""
+    plan(monkeypatch, Tiling(width, multiple, 4, narrow, 0, 1.0))
+    matrices = make_matrices(columns)
+    joint_mm(make_a(), matrices, [], 0)
+    params = launches[0]["params"]
+    assert (list(params.begins)[:2], params.wide, params.boxes_b) == ([0, begin], wide, boxes)
+    assert [list(one)[3] for one in params.matrices] == [width // boxes] * 2 + [0]
+    assert begin % (width // boxes) == 0 and boxes % (2 if narrow else 1) == 0
 
 
 @pytest.mark.parametrize("reserved", [0, 16])
@@ -380,13 +420,15 @@ def test_tiles_are_those_of_the_plan(launches: list[dict[str, Any]], reserved: i
 def test_a_grid_leaves_sms_and_is_of_whole_clusters(
     monkeypatch: pytest.MonkeyPatch, launches: list[dict[str, Any]], reserved: int, grid: int
 ) -> None:
-    asked = plan(monkeypatch, Tiling(256, whole=1000, narrow=0, low=0, pairs=1.0))
+    asked = plan(monkeypatch, Tiling(256, 256, whole=1000, narrow=0, low=0, pairs=1.0))
     joint_mm(make_a(), make_matrices(), [], reserved)
     assert [launch["grid"] for launch in launches] == [grid]
     assert asked == [(ROWS, COLUMNS, grid // 2)]
 
 
-@pytest.mark.parametrize("tiles", [Tiling(256, 1, 0, 0, 1.0), Tiling(256, 0, 2, 0, 0.6), Tiling(256, 0, 0, 3, 0.65)])
+@pytest.mark.parametrize(
+    "tiles", [Tiling(256, 256, 1, 0, 0, 1.0), Tiling(256, 256, 0, 2, 0, 0.6), Tiling(256, 256, 0, 0, 3, 0.65)]
+)
 def test_a_grid_has_no_more_clusters_than_pairs(
     monkeypatch: pytest.MonkeyPatch, launches: list[dict[str, Any]], tiles: Tiling
 ) -> None:

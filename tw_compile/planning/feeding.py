@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tw_compile.planning.joint_tiles import PAIR_ROWS, WIDTHS
+from tw_compile.planning.joint_tiles import BOX, PAIR_ROWS, WIDTHS, tiles_beside
 
 _SMS = 132
 """As H100 (SXM) and H200 have. A Hopper GPU with fewer SMs would gain with fewer tokens, too."""
@@ -33,5 +33,4 @@ def tokens_to_fill(columns: Iterable[int], world_size: int) -> int:
     With fewer, some SMs wait for other ranks' rows from the start. This counts whole pairs of tiles, as if each rank's rows
     began with one. With up to 255 tokens a rank more, ranks whose rows begin inside a pair may have one pair fewer.
     """
-    wide = sum(-(-one // WIDTHS[0]) for one in columns)
-    return -(-(_SMS // 2) // wide) * PAIR_ROWS * world_size
+    return -(-(_SMS // 2) // tiles_beside(columns, WIDTHS[0], BOX)) * PAIR_ROWS * world_size

@@ -2,24 +2,29 @@
 
 The kernel (``kernels/gemm/joint_mm.cu``) computes pairs of tiles over each other, of 256 rows, on clusters of two SMs. Whole
 pairs come first. Then come narrow pairs, of half of the columns. Low pairs come last: they have the last rows, where these are
-128 or fewer. It is fixed which cluster computes what, so the time can be counted.
+128 or fewer. All matrices' columns lie beside each other, and a tile may have columns of two matrices or more. It is fixed
+which cluster computes what, so the time can be counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
-WIDTHS = (256, 224, 192)
-"""Columns of a tile that the kernel is compiled for, in multiples of 32."""
+WIDTHS = (256, 224, 192, 160)
+"""Columns of a tile that the kernel is compiled for, in multiples of ``BOX``."""
+BOX = 32
+"""The fewest columns that are loaded together."""
 PAIR_ROWS = 256
 MOST_JOINT = 3
 """The most matrices that the kernel takes."""
-_EDGE = 16
+_EDGE = 36
 """A tile costs as much as if it were this many columns wider."""
-_NARROW, _LOW = 0.6, 0.65
-"""The time of a narrow and of a low pair, as a share of that of a whole pair."""
+_NARROW, _NARROW_OF_TWO, _LOW = 0.6, 0.7, 0.65
+"""The time of a narrow and of a low pair, as a share of that of a whole pair. The second one is that of a narrow pair where
+tiles may have columns of two matrices: these are loaded in smaller boxes."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,8 @@ class Tiling:
     """Pairs of tiles, ``width`` columns each, on clusters of two SMs.
 
     Attributes:
+        multiple: Each matrix begins at a multiple of so many columns: of ``width``, so that a tile has columns of one matrix,
+            or of ``BOX``.
         whole: Pairs that are neither narrow nor low.
         narrow: Pairs of half of the columns.
         low: Pairs of the last rows, where these are 128 or fewer.
@@ -34,10 +41,21 @@ class Tiling:
     """
 
     width: int
+    multiple: int
     whole: int
     narrow: int
     low: int
     pairs: float
+
+
+def begins(columns: Iterable[int], multiple: int) -> list[int]:
+    """Where matrices of ``columns`` columns begin that lie beside each other, and where they end: multiples of ``multiple``."""
+    return list(accumulate((-(-one // multiple) * multiple for one in columns), initial=0))
+
+
+def tiles_beside(columns: Iterable[int], width: int, multiple: int) -> int:
+    """How many tiles of ``width`` columns lie beside each other."""
+    return -(-begins(columns, multiple)[-1] // width)
 
 
 @lru_cache(maxsize=4096)
@@ -48,27 +66,30 @@ def tiling(rows: int, columns: tuple[int, ...], clusters: int) -> Tiling:
 
 
 def of_width(rows: int, columns: Sequence[int], clusters: int, width: int) -> list[Tiling]:
-    """Tilings with tiles of ``width`` columns that differ in how many pairs are narrow.
+    """Tilings with tiles of ``width`` columns. They differ in where matrices begin, and in how many pairs are narrow.
 
-    Either no pair is narrow, or all pairs that do not fill a wave, or the pairs of the last full wave, too.
+    Either no pair is narrow, or all pairs that do not fill a wave, or the pairs of the last full wave, too. Narrow tiles have
+    whole boxes.
     """
-    wide = sum(-(-matrix // width) for matrix in columns)
-    high = (rows + PAIR_ROWS // 2 - 1) // PAIR_ROWS
-    pairs, low = high * wide, wide if rows > high * PAIR_ROWS else 0
-    full = pairs // clusters * clusters
     tilings = []
-    for whole in dict.fromkeys((pairs, full, max(full - clusters, 0))):
-        narrow = 2 * (pairs - whole)
-        # Longer pairs come first. Whole pairs fill waves, or all other pairs are low. So the busiest cluster is the first one,
-        # or the one with the first low pair.
-        busiest = max(_pairs(cluster, clusters, whole, narrow, low) for cluster in (0, (whole + narrow) % clusters))
-        tilings.append(Tiling(width, whole, narrow, low, busiest))
+    for multiple in dict.fromkeys((width, BOX)) if len(columns) > 1 else (width,):
+        wide = tiles_beside(columns, width, multiple)
+        high = (rows + PAIR_ROWS // 2 - 1) // PAIR_ROWS
+        pairs, low = high * wide, wide if rows > high * PAIR_ROWS else 0
+        full = pairs // clusters * clusters
+        can_be_narrow = multiple == width or width % (2 * BOX) == 0
+        for whole in dict.fromkeys((pairs, full, max(full - clusters, 0)) if can_be_narrow else (pairs,)):
+            narrow = 2 * (pairs - whole)
+            # Longer pairs come first. Whole pairs fill waves, or all other pairs are low. So the busiest cluster is the first
+            # one, or the one with the first low pair.
+            weights = (1.0, _NARROW if multiple == width else _NARROW_OF_TWO, _LOW)
+            ends = list(accumulate((whole, narrow, low)))
+            busiest = max(_pairs(cluster, clusters, ends, weights) for cluster in (0, ends[1] % clusters))
+            tilings.append(Tiling(width, multiple, whole, narrow, low, busiest))
     return tilings
 
 
-def _pairs(cluster: int, clusters: int, whole: int, narrow: int, low: int) -> float:
-    """What ``cluster`` computes, in whole pairs, if all clusters take the pairs in turn."""
-    until_whole, until_narrow, until_low = (
-        max(-((cluster - count) // clusters), 0) for count in (whole, whole + narrow, whole + narrow + low)
-    )
-    return until_whole + (until_narrow - until_whole) * _NARROW + (until_low - until_narrow) * _LOW
+def _pairs(cluster: int, clusters: int, ends: Sequence[int], weights: Sequence[float]) -> float:
+    """What ``cluster`` computes if all clusters take pairs in turn. Pairs until each of ``ends`` have one of ``weights``."""
+    until = [max(-((cluster - end) // clusters), 0) for end in ends]
+    return sum((last - first) * weight for first, last, weight in zip([0, *until], until, weights, strict=False))

@@ -232,7 +232,8 @@ DEVICE void multiply(
   const int32_t row = tile.row + warpgroup * 64 + warp * 16;
   uint16_t* base = SEND == 1 && tile.peers ? params.remote : params.out;
   uint16_t* out = base + (int64_t)row * params.columns + tile.column;
-  store_rows<N>(out, params.columns, params.rows - row, params.columns - tile.column, value);
+  const auto place = [&](int32_t column) { return Place{out + column, params.columns, tile.column + column < params.columns}; };
+  store_rows<N>(params.rows - row, place, value);
 #if SIGNAL
   if (SEND == 1 && tile.peers) {
     warp_sync();

@@ -53,7 +53,7 @@ import torch.distributed as dist
 from tw_compile import compat
 from tw_compile.child import Child, end
 from tw_compile.harness.measure import HEAD_START_CYCLES, capture, gpu_us
-from tw_compile.kernels.gemm.joint_mm import JointMmParams, joint_mm_program, shared_bytes
+from tw_compile.kernels.gemm.joint_mm import JointMmParams, joint_mm_program, params_of, shared_bytes
 from tw_compile.kernels.runtime.launch import prepare
 from tw_compile.kernels.runtime.program import Program, arch_of
 from tw_compile.kernels.runtime.wgmma import CAPABILITY, TensorMap, tensor_map
@@ -318,11 +318,7 @@ class Site:
     def _joint(self, part: int) -> Callable[[], object]:
         shape, own = self.shape, self.own
         tiles = tiling(shape.tokens, (shape.hidden,), own.clusters)
-        a, matrix = self.a, self.matrices[part]
-        params = JointMmParams(rows=shape.tokens, depth=shape.depth, whole=tiles.whole)
-        params.a = tensor_map(a.data_ptr(), shape.tokens, shape.depth, TILE_ROWS // 2)
-        params.matrices[0] = tensor_map(matrix.data_ptr(), shape.hidden, shape.depth, tiles.width // 4)
-        params.out[0], params.columns[0] = self.outs[part].data_ptr(), shape.hidden
+        params = params_of(JointMmParams, "plain", self.a, [self.matrices[part].t()], [], [self.outs[part]], tiles)
         grid = 2 * min(own.clusters, tiles.whole + tiles.narrow + tiles.low)
         return self._launch(joint_mm_program(tiles.width, "plain"), params, grid, shared_bytes(tiles.width))
 
