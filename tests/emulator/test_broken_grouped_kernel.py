@@ -97,6 +97,7 @@ TILES: dict[str, Changes] = {
     ),
     "a cluster computes its first pair alone": (("pair += gridDim.x / 2", "pair += gridDim.x * 1000"),),
     "clusters compute the pairs of others": (("pair += gridDim.x / 2", "pair += gridDim.x"),),
+    "stores all columns to the first ones": (("Place{out + column,", "Place{out,"),),
     "knows the groups of its threads' number alone": (("group += THREADS", "group += 1 << 20"),),
 }
 
@@ -104,7 +105,7 @@ TILES_HEADER: dict[str, Changes] = {
     "parity stays when the ring wraps": (("      parity ^= 1;\n", ""),),
     "parts of a block in another order": (("pick(w, quad_lane ^ step)", "pick(w, step)"),),
     "rows of a warp in another order": (("row = below * 8", "row = (1 - below) * 8"),),
-    "stores eight columns too far": (("row * row_elements + own * 8", "row * row_elements + own * 8 + 8"),),
+    "stores eight columns too far": (("place(own * 8)", "place(own * 8 + 8)"),),
 }
 
 WGMMA_HEADER: dict[str, Changes] = {

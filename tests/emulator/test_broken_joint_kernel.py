@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from emulator.broken import Changes, broken_copy, check_caught
 from emulator.joint import SOURCE, check, check_gated, narrow_behind
+from tw_compile.planning.joint_tiles import BOX, Tiling
 
 SEEDS = range(12)
 RETURNED = "if (read >= 0 && lane < 2) mbarrier_arrive_at(&shared.empty[read], lane);"
 LAST_RETURNED = "  wgmma_wait<0>();\n  if (lane < 2) mbarrier_arrive_at(&shared.empty[read], lane);"
 FULL, EMPTY = "wait(&shared.full[ring.stage], ring.parity);", "wait(&shared.empty[ring.stage], ring.parity ^ 1);"
 BARRIERS = "mbarrier_init(&shared.empty[stage], 2 * 4 * CONSUMERS);"
-EXPECTED = "expect(full, halves * HALF_A + 2 * quarters * QUARTER_B)"
+BYTES_A, BYTES_B = "(tile.low ? 1 : 2) * HALF_A", "(tile.narrow ? 1 : 2) * HALF_B"
 LAST_SYNC = "  cluster_sync();  // CTAs end together: a CTA that has ended takes in no copies and no arrivals\n"
 FIRST_SYNC = "  cluster_sync();\n#if FED\n  if (rank == 0"
-QUARTER_TO = "b + (rank * quarters + quarter) * QUARTER_B"
-COLUMN = "(GATED ? 0 : rank * quarters * (COLUMNS / 4))"
-BESIDE = "beside * 2 * QUARTER_B, row, column"
-STEPS = "d[part], rows + columns_on(step), columns + part * (2 * QUARTER_B >> 4) + columns_on(step), 1);"
+BOXES_OF = "first = rank * ((boxes_b + 1) / 2), end = rank ? boxes_b : (boxes_b + 1) / 2"
+COLUMN = "tile.column + (GATED ? box - first : box) * box_columns"
+MATRIX = "matrix = GATED ? rank : matrix_of(params, column)"
+PLACE = "at = column + further, matrix = GATED ? 0 : matrix_of(params, at), in = at - params.begins[matrix]"
+BESIDE = "beside * HALF_B, row, column"
+STEPS = "d[part], rows + columns_on(step), columns + part * (HALF_B >> 4) + columns_on(step), 1);"
 BAND = "over - band * most < most ? over - band * most : most"
 
 RING: dict[str, Changes] = {
@@ -45,12 +48,11 @@ RING: dict[str, Changes] = {
     ),
     "waits for one CTA's readers": ((BARRIERS, BARRIERS.replace("2 * ", "")),),
     "waits for one warpgroup's readers": ((BARRIERS, BARRIERS.replace(" * CONSUMERS", "")),),
-    "expects its own copies alone": ((EXPECTED, EXPECTED.replace("2 * ", "")),),
-    "expects too few bytes": ((EXPECTED, EXPECTED.replace("QUARTER_B", "QUARTER_B - 16")),),
-    "expects too many bytes": ((EXPECTED, EXPECTED.replace("QUARTER_B", "QUARTER_B + 16")),),
-    "expects whole stages": ((EXPECTED, "expect(full, STAGE_BYTES)"),),
-    "expects all rows of low tiles": ((EXPECTED, EXPECTED.replace("halves", "2")),),
-    "expects all columns of narrow tiles": ((EXPECTED, EXPECTED.replace("quarters", "2")),),
+    "expects its own copies alone": ((BYTES_B, BYTES_B + " / 2"),),
+    "expects too few bytes": ((BYTES_B, BYTES_B + " - 16"),),
+    "expects too many bytes": ((BYTES_B, BYTES_B + " + 16"),),
+    "expects all rows of low tiles": ((BYTES_A, "2 * HALF_A"),),
+    "expects all columns of narrow tiles": ((BYTES_B, "2 * HALF_B"),),
     "mbarriers not visible to copies": (("    mbarrier_init_fence();\n", ""),),
     "copies to a CTA that has not begun": (
         (FIRST_SYNC, FIRST_SYNC.replace("cluster_sync()", "barrier_sync(0, THREADS)")),
@@ -62,21 +64,28 @@ RING: dict[str, Changes] = {
 OPERANDS: dict[str, Changes] = {
     "shares columns with nobody": (("load_tile_to(BOTH", "load_tile_to(1 << rank"),),
     "shares columns with the other alone": (("load_tile_to(BOTH", "load_tile_to(2 >> rank"),),
-    "both load the same columns": ((COLUMN, "0"),),
-    "the second CTA's columns of a narrow tile are a whole one's": ((COLUMN, COLUMN.replace("quarters", "2")),),
-    "both load to the same columns": ((QUARTER_TO, "b + quarter * QUARTER_B"),),
-    "a narrow tile's columns lie as a whole one's": ((QUARTER_TO, QUARTER_TO.replace("quarters", "2")),),
-    "loads the second columns over the first": ((QUARTER_TO, "b + rank * quarters * QUARTER_B"),),
-    "second columns are the first": (("column + quarter * (COLUMNS / 4), full", "column, full"),),
-    "loads half of the columns": (("tile.narrow ? 1 : 2", "1"),),
-    "loads half of the rows": (("tile.low ? 1 : 2", "1"),),
-    "loads the second rows over the first": (("a + half * HALF_A", "a"),),
-    "second rows are the first": (("tile.row + half * (TILE_ROWS / 2), full", "tile.row, full"),),
-    "loads from the first matrix": (("GATED ? rank : tile.matrix", "GATED ? rank : 0"),),
+    "both load all boxes": ((BOXES_OF, "first = 0, end = boxes_b"),),
+    "nobody loads the odd box": ((BOXES_OF, BOXES_OF.replace("boxes_b : (boxes_b + 1) / 2", "boxes_b : boxes_b / 2")),),
+    "both load the odd box": ((BOXES_OF, BOXES_OF.replace("rank * ((boxes_b + 1) / 2)", "rank * (boxes_b / 2)")),),
+    "both load the same columns": ((COLUMN, COLUMN.replace("GATED ? box - first : box", "box - first")),),
+    "both load to the same columns": (
+        ("b + box * box_columns * ROW_BYTES", "b + (box - first) * box_columns * ROW_BYTES"),
+    ),
+    "loads the second columns over the first": (("b + box * box_columns * ROW_BYTES", "b"),),
+    "second columns are the first": ((COLUMN, "tile.column"),),
+    "loads half of the columns": (("params.boxes_b / (tile.narrow ? 2 : 1)", "params.boxes_b / 2"),),
+    "loads all columns of narrow tiles": (("params.boxes_b / (tile.narrow ? 2 : 1)", "params.boxes_b"),),
+    "loads half of the rows": (("tile.low ? 1 : params.boxes_a", "1"),),
+    "loads all rows of low tiles": (("tile.low ? 1 : params.boxes_a", "params.boxes_a"),),
+    "loads the second rows over the first": (("a + box * box_rows * ROW_BYTES", "a"),),
+    "second rows are the first": (("tile.row + box * box_rows, full", "tile.row, full"),),
+    "loads from the first matrix": ((MATRIX, "matrix = GATED ? rank : 0"),),
+    "loads from the matrix of the tile's first column": ((MATRIX, MATRIX.replace("column)", "tile.column)")),),
+    "loads columns that lie in the matrices before": (("column - before, full", "column, full"),),
     "warpgroups multiply the same rows": (("a = below * HALF_A", "a = 0"),),
     "warpgroups of low tiles multiply different rows": (("a = below * HALF_A", "a = warpgroup * HALF_A"),),
     "warpgroups of low tiles multiply the same columns": ((BESIDE, "0, row, column"),),
-    "the second warpgroup's columns begin too early": ((BESIDE, BESIDE.replace("2 * ", "")),),
+    "the second warpgroup's columns begin too early": ((BESIDE, BESIDE.replace("HALF_B", "HALF_B / 2")),),
     "multiplies every other 16 columns": ((STEPS, STEPS + "\n        step += 16;"),),
     "multiplies the same depth of columns four times": ((STEPS, STEPS.replace(" + columns_on(step), 1", ", 1")),),
     "multiplies the same depth of rows four times": ((STEPS, STEPS.replace("rows + columns_on(step)", "rows")),),
@@ -88,13 +97,9 @@ OPERANDS: dict[str, Changes] = {
 }
 
 TILES: dict[str, Changes] = {
-    "does not count the last matrix": (("matrix < MATRICES; matrix++) wide", "matrix < MATRICES - 1; matrix++) wide"),),
-    "tiles of columns are not rounded up": (("(n + d - 1) / d", "n / d"),),
-    "does not reach the last matrix": (("matrix < MATRICES - 1; matrix++", "matrix < MATRICES - 2; matrix++"),),
-    "stays with the first matrix": (("      tile.matrix++;\n", ""),),
-    "a matrix's columns go on from the one before": (("      column -= own;\n", ""),),
-    "a matrix has one tile more": (("&& column >= own", "&& column > own"),),
-    "compares with matrices that it has not reached": (("tile.matrix == matrix && ", ""),),
+    "does not reach the last matrix": (("next < MATRICES; next++", "next < MATRICES - 1; next++"),),
+    "stays with the first matrix": (("matrix += column >= params.begins[next]", "matrix += 0"),),
+    "a matrix begins one block later": (("column >= params.begins[next]", "column > params.begins[next]"),),
     "low tiles are narrow": (("behind >= 0 && !tile.low", "behind >= 0"),),
     "both narrow tiles are the first": (("behind % 2 * (OUT_COLUMNS / 2)", "0"),),
     "a narrow pair for each whole one": (("params.whole + behind / 2", "params.whole + behind"),),
@@ -125,23 +130,30 @@ BANDS: dict[str, Changes] = {
 STORES: dict[str, Changes] = {
     "stores beyond the last row": (("params.rows - row,", "params.rows - row + 1,"),),
     "the last row is left out": (("params.rows - row,", "params.rows - row - 1,"),),
-    "stores beyond the last column": (("(int32_t)row_elements - column", "COLUMNS"),),
-    "the last columns are left out": (("(int32_t)row_elements - column", "(int32_t)row_elements - column - 8"),),
-    "stores to the first matrix's result": (("params.out[tile.matrix]", "params.out[0]"),),
-    "stores as many columns as the first matrix has": (("params.columns[tile.matrix];", "params.columns[0];"),),
-    "stores to the first columns": (("row * row_elements + column", "row * row_elements"),),
+    "stores beyond the last column": (("row_elements, in < row_elements}", "row_elements, true}"),),
+    "the last columns are left out": (("row_elements, in < row_elements}", "row_elements, in + 8 < row_elements}"),),
+    "stores to the first matrix's result": (("params.out[matrix]", "params.out[0]"),),
+    "stores as many columns as the first matrix has": (
+        ("row_elements = params.columns[matrix]", "row_elements = params.columns[0]"),
+    ),
+    "stores to the first columns": (("row * row_elements + in", "row * row_elements + further"),),
+    "stores where all matrices have the column": (("row * row_elements + in", "row * row_elements + at"),),
+    "stores to the matrix of the tile's first column": (
+        (PLACE, PLACE.replace("matrix_of(params, at)", "matrix_of(params, column)")),
+    ),
 }
 
 GATED: dict[str, Changes] = {
-    "both CTAs load the first matrix": (("GATED ? rank : tile.matrix", "GATED ? 0 : tile.matrix"),),
-    "the first matrix is the second": (("GATED ? rank : tile.matrix", "GATED ? 1 - rank : tile.matrix"),),
-    "the second CTA loads columns beside the first's": ((COLUMN, "rank * quarters * (COLUMNS / 4)"),),
+    "both CTAs load the first matrix": ((MATRIX, MATRIX.replace("rank", "0")),),
+    "the first matrix is the second": ((MATRIX, MATRIX.replace("rank", "1 - rank")),),
+    "the second CTA loads columns beside the first's": ((COLUMN, COLUMN.replace("GATED ? box - first : box", "box")),),
+    "the second matrix's columns are behind the first's": (("before = GATED ? 0 : ", "before = "),),
     "tiles store as many columns as they load": (("GATED ? COLUMNS / 2 : COLUMNS", "COLUMNS"),),
     "low tiles are of one matrix for each warpgroup": (("GATED && tile.low", "false"),),
     "narrow tiles are computed as low ones": (("GATED && tile.low", "GATED"),),
-    "warpgroups of low tiles multiply the same columns": (("beside * QUARTER_B", "0"),),
-    "the second warpgroup's columns are the second matrix's": (("beside * QUARTER_B", "beside * 2 * QUARTER_B"),),
-    "the second matrix's columns begin too early": (("(2 * QUARTER_B >> 4)", "(QUARTER_B >> 4)"),),
+    "warpgroups of low tiles multiply the same columns": (("beside * HALF_B / 2", "0"),),
+    "the second warpgroup's columns are the second matrix's": (("beside * HALF_B / 2", "beside * HALF_B"),),
+    "the second matrix's columns begin too early": (("(HALF_B >> 4)", "(HALF_B / 2 >> 4)"),),
     "the first product is both factors": (("d[(N / 4 + i) / EACH][(N / 4 + i) % EACH]", "d[0][i]"),),
     "the factors are of the columns beside": (("(N / 4 + i) % EACH", "(N / 4 + i + 4) % EACH"),),
     "silu of the other factor": (
@@ -153,16 +165,19 @@ GATED: dict[str, Changes] = {
 
 BIASED: dict[str, Changes] = {
     "adds no bias": (("if constexpr (BIASED) add_bias", "if constexpr (false) add_bias"),),
-    "adds the first matrix's": (("params.biases[tile.matrix]", "params.biases[0]"),),
-    "adds those of the first columns": (("params.biases[tile.matrix] + column", "params.biases[tile.matrix]"),),
-    "a block's is the first block's": (("load_global(two, bias + block * 8)", "load_global(two, bias)"),),
+    "adds the first matrix's": (("params.biases[matrix]", "params.biases[0]"),),
+    "adds those of the first columns": (("params.biases[matrix] + in +", "params.biases[matrix] + block * 8 +"),),
+    "adds those of the matrix of the first column": (
+        ("matrix_of(params, column + block * 8)", "matrix_of(params, column)"),
+    ),
+    "a block's is the first block's": (("in = column + block * 8 - params", "in = column - params"),),
     "a thread's is the first thread's": (("threadIdx.x % 4 * 2", "0"),),
     "a thread's is that of another row": (("threadIdx.x % 4 * 2", "threadIdx.x / 4 % 4 * 2"),),
     "both columns have the first one's": (("i % 2 ? two[0] & 0xffff0000u : two[0] << 16", "two[0] << 16"),),
     "both columns have the second one's": (("i % 2 ? two[0] & 0xffff0000u : two[0] << 16", "two[0] & 0xffff0000u"),),
     "the first row alone": (("i < 4; i++) d[block", "i < 2; i++) d[block"),),
-    "reads beyond the matrix's": (("if (block * 8 < columns) load", "load"),),
-    "the last columns have none": (("block * 8 < columns", "block * 8 + 8 < columns"),),
+    "reads beyond the matrix's": (("if (in < params.columns[matrix]) load", "load"),),
+    "the last columns have none": (("in < params.columns[matrix]", "in + 8 < params.columns[matrix]"),),
 }
 
 TILES_HEADER: dict[str, Changes] = {
@@ -170,7 +185,7 @@ TILES_HEADER: dict[str, Changes] = {
     "parts of a block in another order": (("pick(w, quad_lane ^ step)", "pick(w, step)"),),
     "rows of a warp in another order": (("row = below * 8", "row = (1 - below) * 8"),),
     "stores blocks beyond the tile": (("own < N / 8 && ", ""),),
-    "stores blocks beyond the matrix": ((" && own * 8 < columns", ""),),
+    "stores blocks beyond the matrix": ((" && to.exists", ""),),
     "stores rows beyond the matrix": (("row < rows && ", ""),),
 }
 
@@ -180,11 +195,18 @@ WGMMA_HEADER: dict[str, Changes] = {
 }
 
 
+def some_tiles(seed: int, rows: int, columns: Sequence[int], width: int) -> Tiling:
+    """With tiles of one matrix each, or of two and more."""
+    multiple = BOX if seed // 2 % 2 else width
+    can_be_narrow = multiple == width or width % (2 * BOX) == 0
+    return narrow_behind(seed % 5 if can_be_narrow else 99, rows, columns, width, multiple)
+
+
 def run(source: Path, seed: int) -> None:
     """All kinds of pairs, of three matrices and partial tiles, more than clusters, the ring more than once around."""
     width, rows = (192, 224)[seed % 2], (300, 400, 600, 130)[seed // 2 % 4]
     columns = (2 * width + 40, width - 8, 2 * width)
-    tiles = narrow_behind(seed % 5, rows, columns, width)
+    tiles = some_tiles(seed, rows, columns, width)
     check(rows, columns, 192, seed, tiles=tiles, sms=2 + 2 * (seed % 3), resident=2 + 2 * (seed % 2), source=source)
 
 
@@ -192,7 +214,7 @@ def run_biased(source: Path, seed: int) -> None:
     """As :func:`run`."""
     width, rows = (192, 224)[seed % 2], (300, 400, 70)[seed % 3]
     columns = (2 * width + 40, width - 8, 24)
-    tiles = narrow_behind(seed % 5, rows, columns, width)
+    tiles = some_tiles(seed, rows, columns, width)
     check(rows, columns, 64, seed, biased=True, tiles=tiles, sms=2 + 2 * (seed % 3), resident=2, source=source)
 
 

@@ -13,6 +13,7 @@ from tw_compile.planning import joint_tiles as module
 from tw_compile.planning.joint_tiles import (
     BOX,
     MOST_JOINT,
+    NARROWEST,
     PAIR_ROWS,
     WIDTHS,
     Tiling,
@@ -84,6 +85,7 @@ def test_narrow_pairs_are_no_more_than_those_of_two_waves(rows: int, columns: tu
         assert all(one.whole % clusters == 0 for one in others)
         assert all(0 < one.narrow < 4 * clusters for one in others)
         assert all(width // 2 % min(width // 2, one.multiple) == 0 for one in others), "a narrow tile has whole boxes"
+        assert not others or width // 2 >= NARROWEST
         assert len({one.whole for one in found}) == len(found)
 
 

@@ -17,6 +17,8 @@ WIDTHS = (256, 224, 192, 160)
 """Columns of a tile that the kernel is compiled for, in multiples of ``BOX``."""
 BOX = 32
 """The fewest columns that are loaded together."""
+NARROWEST = 96
+"""The fewest columns of a narrow tile. With fewer it waits for what it reads, and is no faster."""
 PAIR_ROWS = 256
 MOST_JOINT = 3
 """The most matrices that the kernel takes."""
@@ -69,7 +71,7 @@ def of_width(rows: int, columns: Sequence[int], clusters: int, width: int) -> li
     """Tilings with tiles of ``width`` columns. They differ in where matrices begin, and in how many pairs are narrow.
 
     Either no pair is narrow, or all pairs that do not fill a wave, or the pairs of the last full wave, too. Narrow tiles have
-    whole boxes.
+    ``NARROWEST`` columns at least, and whole boxes.
     """
     tilings = []
     for multiple in dict.fromkeys((width, BOX)) if len(columns) > 1 else (width,):
@@ -77,7 +79,7 @@ def of_width(rows: int, columns: Sequence[int], clusters: int, width: int) -> li
         high = (rows + PAIR_ROWS // 2 - 1) // PAIR_ROWS
         pairs, low = high * wide, wide if rows > high * PAIR_ROWS else 0
         full = pairs // clusters * clusters
-        can_be_narrow = multiple == width or width % (2 * BOX) == 0
+        can_be_narrow = width >= 2 * NARROWEST and (multiple == width or width % (2 * BOX) == 0)
         for whole in dict.fromkeys((pairs, full, max(full - clusters, 0)) if can_be_narrow else (pairs,)):
             narrow = 2 * (pairs - whole)
             # Longer pairs come first. Whole pairs fill waves, or all other pairs are low. So the busiest cluster is the first
