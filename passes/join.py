@@ -3,7 +3,7 @@
     before:  q = mm(x, wq); k = mm(x, wk); v = mm(x, wv)        after:  q, k, v = joint_mm_by_rows(x, [wq, wk, wv], [], turns)
     before:  silu(mm(x, gate)) * mm(x, up)                      after:  gated_mm_by_rows(x, gate, up, turns)
 
-As one sequence of tiles, the GEMMs have one partial wave instead of two or three. The same kernel stores the gated product,
+As one, the GEMMs have one partial wave instead of two or three. The same kernel stores the gated product,
 which needs a kernel of its own otherwise. ``turns`` are the numbers of rows where our kernel is faster, see
 ``kernels/gemm/by_rows.py``. If there are none, the graph stays as it is. In split graphs ``reserve_sms`` does the same for
 GEMMs beside communication.

@@ -1,4 +1,4 @@
-"""Matmuls of one input as one operator, which computes them as one sequence of tiles.
+"""Matmuls of one input as one operator, which computes them as one GEMM.
 
 a @ x, a @ y, a @ z           ->  joint_mm_leaving_sms(a, [x, y, z], [], 0)
 b + a @ x, c + a @ y          ->  joint_mm_leaving_sms(a, [x, y], [b, c], 0)

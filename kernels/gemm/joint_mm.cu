@@ -42,7 +42,7 @@ struct JointMmParams {
   const uint16_t* biases[MATRICES];  // [columns]; for BIASED
   int32_t columns[MATRICES];         // multiples of 8
   int32_t begins[MATRICES];          // where a matrix's columns begin; NO_MATRIX where there is none
-  int32_t boxes_a, boxes_b;          // of a tile that is neither narrow nor low; with low ones boxes_a is 2
+  int32_t boxes_a, boxes_b;          // of a tile that is neither narrow nor low; boxes_a is 2 if any pair is low
   int32_t wide;                      // tiles beside each other
   int32_t rows;
   int32_t depth;      // a multiple of TILE_DEPTH
@@ -86,7 +86,7 @@ struct Tile {
   bool narrow, low;     // half of the columns; 64 rows, not 128
 };
 
-// The matrix that has a column, of all matrices' columns. Columns behind the last matrix count as its own.
+// The matrix that has a column, of all matrices' columns. Columns behind a matrix's end count as its own until the next begins.
 DEVICE int32_t matrix_of(const JointMmParams& params, int32_t column) {
   int32_t matrix = 0;
 #pragma unroll

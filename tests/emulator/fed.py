@@ -27,6 +27,7 @@ from tw_compile.kernels.gemm import joint_mm as module
 from tw_compile.kernels.gemm.fed import ROWS_OFFSET, STATE_WORDS, FedRows, rows_in
 from tw_compile.kernels.runtime import bindings
 from tw_compile.kernels.runtime.program import HEADERS
+from tw_compile.planning.joint_tiles import BOX
 
 HERE = Path(__file__).parent
 FORM = Form(residual="sharded", residual_out="sharded", residual_dtype=FP32)
@@ -50,7 +51,7 @@ def sources(folder: Path, file: str = "", changes: Sequence[tuple[str, str]] = (
 
 
 class FedMachine(Machine):
-    """A slot on every rank; ``numbered``: the calls that came before, on all ranks."""
+    """A slot on every rank; ``numbered``: calls that came before, on all ranks; ``shared``: tiles may be of two matrices."""
 
     def __init__(
         self,
@@ -63,9 +64,11 @@ class FedMachine(Machine):
         spin_limit: int = 0,
         numbered: int = 0,
         gated: bool = False,
+        shared: bool = False,
         **options: Any,
     ) -> None:
-        self.threads, self.spin_limit, self.gated = threads_for(hidden_size, world_size), spin_limit, gated
+        self.threads, self.spin_limit = threads_for(hidden_size, world_size), spin_limit
+        self.gated, self.shared = gated, shared
         xs = partial_sums(world_size, most_tokens, hidden_size, FORM.dtype, 0)
         example = make_call(FORM, xs, 0).ranks[0].request
         defines = row_defines(example, world_size, spin_limit) | {
@@ -174,7 +177,10 @@ class FedMachine(Machine):
             patch.setattr(module, "fed_kernels", lambda device, form, spin_limit: kernels)
             patch.setattr(module, "sms_of", lambda device: sms)
             patch.setattr(compat, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
-            patch.setattr(module, "tiling", lambda rows, columns, _: narrow_behind(whole, rows, columns, WIDTH))
+            multiple = BOX if self.shared else WIDTH
+            patch.setattr(
+                module, "tiling", lambda rows, columns, _: narrow_behind(whole, rows, columns, WIDTH, multiple)
+            )
             yield
 
     def run(self) -> None:

@@ -96,6 +96,14 @@ def test_narrow_pairs_are_fed(source: Path) -> None:
     machine.run()
 
 
+@pytest.mark.parametrize("whole", [2, 99])
+def test_tiles_of_two_matrices_are_fed(source: Path, whole: int) -> None:
+    machine = FedMachine(source, 2, 64, most_tokens=600, seed=whole, shared=True)
+    for tokens in (600, 390):
+        machine.call(tokens, 3, whole=whole)
+    machine.run()
+
+
 def test_gated_products_are_fed(source: Path) -> None:
     machine = FedMachine(source, 2, 64, most_tokens=385, seed=3, gated=True)
     for tokens in (385, 130):

@@ -289,7 +289,7 @@ def test_the_host_knows_the_kernels_sizes(tmp_path: Path, width: int) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("width", "form"), [(256, "gated"), (224, "plain"), (192, "biased")])
+@pytest.mark.parametrize(("width", "form"), [(256, "gated"), (224, "plain"), (192, "biased"), (160, "biased")])
 def test_the_main_loops_wait_for_no_memory(tmp_path: Path, width: int, form: Form) -> None:
     """What a fed GEMM does besides is outside of them."""
     code = instructions(fed_mm_program(width, form, 0).cubin(), tmp_path)
@@ -299,7 +299,7 @@ def test_the_main_loops_wait_for_no_memory(tmp_path: Path, width: int, form: For
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("width", "form"), [(256, "gated"), (224, "plain"), (192, "biased")])
+@pytest.mark.parametrize(("width", "form"), [(256, "gated"), (224, "plain"), (192, "biased"), (160, "biased")])
 def test_sums_and_rows_that_are_sent_stay_in_registers(tmp_path: Path, width: int, form: Form) -> None:
     cubin = fed_mm_program(width, form, 0).cubin()
     found = resources(cubin, tmp_path)

@@ -33,6 +33,7 @@ from tw_compile.passes.reasons import FeedRefusal
 from tw_compile.passes.split import SplitReport
 from tw_compile.passes.split.schedule.dependences import argument, find_calls
 from tw_compile.planning import feeding
+from tw_compile.planning.joint_tiles import BOX, WIDTHS
 from tw_compile.report import Site
 from tw_compile.testing import Rewritten, fake_cuda, fake_process_group, rewrite
 from tw_compile.testing.graphs import find_ops
@@ -273,7 +274,7 @@ def test_gemms_are_fed_from_a_wave_of_own_tiles_and_rows_enough_on(
 ) -> None:
     def suits(tokens: int) -> tuple[bool, bool]:
         fewest = min(own_pairs(tokens, *row_range(tokens, world_size, rank))[1] for rank in range(world_size))
-        own = fewest * -(-sum(-(-one // 32) * 32 for one in columns) // 256)
+        own = fewest * -(-sum(-(-one // BOX) * BOX for one in columns) // WIDTHS[0])
         return tokens * (world_size - 1) >= -(-(2**35) // hidden**2) * world_size, own >= 66
 
     send, fill = feeding.tokens_to_send(hidden, world_size), feeding.tokens_to_fill(columns, world_size)

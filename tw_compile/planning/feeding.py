@@ -14,8 +14,8 @@ _SMS = 132
 """As H100 (SXM) and H200 have. A Hopper GPU with fewer SMs would gain with fewer tokens, too."""
 _LEAST_ROWS, _OF_SIZE = 512, 8192
 """Rows that a rank sends, and their hidden_size. Of shorter rows a rank must send more: a GEMM's time grows with the square of
-hidden_size, as its matrices do, and what feeding costs hardly grows. Fitted to two sizes: 512 rows of 8192 gained 0.3% and
-0.8%, and 1024 rows of 4096 lost 0.2%, where two compilations of one graph differ by up to 0.5%."""
+hidden_size, as its matrices do, and what feeding costs hardly grows. Fitted to two sizes: 512 rows of 8192 gained 0.2% to
+0.8% in five runs, and 1024 rows of 4096 lost 0.2%. Two compilations of one graph differ by as much, or more."""
 
 
 def tokens_to_send(hidden_size: int, world_size: int) -> int:

@@ -7,7 +7,7 @@ Grouped GEMMs (mixture of experts) are those of ``torch._grouped_mm`` on Hopper 
 clusters of two, whose tiles stand over each other and hold rows of one expert. Where an expert's rows end, the rest of its last
 tiles is wasted, so what counts is how many rows each expert gets. Halves have grouped GEMMs of our own
 (``kernels/gemm/grouped_mm.cu``), whose clusters compute two tiles side by side where an expert has rows for one. In halves,
-GEMMs of one input are also our own where that is faster: one sequence of tiles (``joint_tiles.py``).
+GEMMs of one input are also our own where that is faster, as one GEMM (``joint_tiles.py``).
 
 Smart splitting after TokenWeave (Gond et al., 2025), section 3.1.1: two halves need not cost more waves than the whole, if the
 first one fills its waves.
@@ -23,7 +23,7 @@ from functools import lru_cache
 
 from tw_compile.planning.communication import ELEMENT_BYTES
 from tw_compile.planning.device import DeviceProfile, GemmRates, Tile
-from tw_compile.planning.joint_tiles import MOST_JOINT, PAIR_ROWS, tiling
+from tw_compile.planning.joint_tiles import MOST_JOINT, PAIR_ROWS, tiles_beside, tiling
 
 GROUPED_TILE, GROUPED_SHORT_TILE = Tile(128, 256), Tile(64, 128)
 GROUPED_SHORT = 128
@@ -208,13 +208,16 @@ def expected_tiles(experts: int, per_token: int, tokens: int, height: int) -> fl
 def full_wave_tokens(gemm: Gemm, tile: Tile, sms: int, tokens: int) -> tuple[int, ...]:
     """Token counts next to ``tokens``, one below and one above, that fill their waves as well as whole rows of tiles can.
 
+    ``tile`` is not used for joint GEMMs, which have a tiling.
+
     One more row of tiles would begin another wave; with a grouped GEMM, one more token would, by the expected number of tiles.
     Counts of less than a row of tiles are left out.
     """
     if gemm.experts > 1:
         return _full_wave_tokens_of_groups(gemm, tile, _slots(sms), tokens)
     if gemm.joint:
-        return _filled(sum(-(-width // tile.columns) for width in gemm.joint), PAIR_ROWS, _slots(sms), tokens)
+        joint = tiling(max(tokens, 1), gemm.joint, _slots(sms))
+        return _filled(tiles_beside(gemm.joint, joint.width, joint.multiple), PAIR_ROWS, _slots(sms), tokens)
     return _filled(-(-gemm.columns // tile.columns), tile.rows, sms, tokens)
 
 

@@ -18,7 +18,7 @@ WIDTHS = (256, 224, 192, 160)
 BOX = 32
 """The fewest columns that are loaded together."""
 NARROWEST = 96
-"""The fewest columns of a narrow tile. With fewer it waits for what it reads, and is no faster."""
+"""The fewest columns of a narrow tile. With fewer the kernel waits for what it reads, and is no faster."""
 PAIR_ROWS = 256
 MOST_JOINT = 3
 """The most matrices that the kernel takes."""
@@ -26,7 +26,8 @@ _EDGE = 36
 """A tile costs as much as if it were this many columns wider."""
 _NARROW, _NARROW_OF_TWO, _LOW = 0.6, 0.7, 0.65
 """The time of a narrow and of a low pair, as a share of that of a whole pair. The second one is that of a narrow pair where
-tiles may have columns of two matrices: these are loaded in smaller boxes."""
+tiles may have columns of two matrices, whose boxes may be smaller. Fitted, as _EDGE is, to GEMMs of an H200
+(``benchmarks/split-notes.md``, "GEMMs of one input")."""
 
 
 @dataclass(frozen=True)

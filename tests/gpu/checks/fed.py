@@ -26,11 +26,12 @@ from tw_compile.kernels.collective.transport import Transport, get_transport, in
 from tw_compile.kernels.gemm.mm_leaving_sms import gated_mm_leaving_sms, joint_mm_leaving_sms
 from tw_compile.kernels.transports.p2p import P2PTransport
 
-COLUMNS = {"plain": (1536, 512, 520), "single": (1800,), "biased": (1536, 512), "gated": (1800, 1800)}
+COLUMNS = {"plain": (1800, 264, 256), "single": (1800,), "biased": (1536, 512), "gated": (1800, 1800)}
 """Of the matrices of each form."""
 TRANSPORT = "p2p"
 SIZES = (
-    (1, 1024), (2, 1024), (63, 1024), (128, 4096), (129, 4096), (255, 2048), (257, 4096), (511, 8192), (640, 4096), (1025, 8192)
+    (1, 1024), (2, 1024), (63, 1024), (128, 4096), (129, 4096), (255, 2048), (257, 4096), (511, 8192), (640, 4096),
+    (1025, 8192), (1536, 1024)
 )  # fmt: skip
 _SHARDED = Form(residual="sharded", out="sharded", residual_dtype=torch.float32)
 

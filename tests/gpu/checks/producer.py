@@ -100,8 +100,13 @@ def grouped_mm_leaving_sms_gives_the_same_bits(ctx: Context) -> None:
 
 
 def joint_mm_leaving_sms_is_as_near_as_matmuls(ctx: Context) -> None:
-    """Of one to three matrices, with and without biases, and the same bits whatever it leaves."""
-    for rows, columns in ((1, (256,)), (300, (2048, 256, 256)), (1000, (7168, 7168)), (1152, (520, 8))):
+    """Of one to three matrices, with and without biases, and the same bits whatever it leaves.
+
+    On 132 SMs the ``shared`` ones have tiles of two matrices: of 192 columns, of 192 and 96, of 224, and of 160.
+    """
+    own = (1, (256,)), (300, (2048, 256, 256)), (1000, (7168, 7168)), (1152, (520, 8))
+    shared = (1024, (2048, 512, 512)), (1536, (2048, 512, 512)), (1536, (1792, 256, 256)), (512, (4096, 512, 512))
+    for rows, columns in (*own, *shared):
         a, matrices = joint_product(ctx, rows, columns)
         generator = ctx.generator(rows, ctx.rank + 1)
         vectors = [torch.randn(one, generator=generator, device=ctx.device).bfloat16() for one in columns]
