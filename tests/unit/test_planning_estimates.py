@@ -83,7 +83,7 @@ def test_by_an_estimate_all_layers_are_split_that_were_measured_faster_split() -
         sum(planned(layer, "stream", None, margin).mode is not Mode.OFF for layer in faster)
         for margin in (None, ESTIMATED_MARGIN)
     ]
-    assert (len(faster), split) == (11, [11, 4])
+    assert (len(faster), split) == (11, [11, 3])
 
 
 @pytest.mark.parametrize(
