@@ -63,7 +63,7 @@ inline constexpr int HALF_A = TILE_ROWS / 2 * ROW_BYTES, HALF_B = COLUMNS / 2 * 
 inline constexpr int STAGE_BYTES = 2 * HALF_A + 2 * HALF_B;
 inline constexpr int STAGES = 225 * 1024 / STAGE_BYTES;
 inline constexpr uint16_t BOTH = 3;
-inline constexpr int UNROLLED = FED ? 1 : 4;  // a thread that fills stages of a fed GEMM has no registers for more
+inline constexpr int UNROLLED = FED ? 1 : 2;  // with more, a thread that fills stages keeps values in memory with some compilers
 #if FED
 static_assert(FED_BLOCK == TILE_ROWS, "a tile lies in one block");
 static_assert(FED_THREADS * FED_PIECES * FED_PIECE <= STAGES * STAGE_BYTES, "rows are sent through the stages");
