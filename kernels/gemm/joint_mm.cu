@@ -8,9 +8,10 @@
 // and the first ones of the next. Columns are loaded in boxes, each of one matrix, so a matrix begins with a box.
 //
 // A cluster computes the pair with the number of the cluster, and every (gridDim / 2)-th pair after it: whole pairs first, then
-// narrow ones, then low ones. In a CTA one thread keeps a ring of shared-memory stages filled. A stage holds 64 of the depth
-// for both operands. Two warpgroups multiply 64 rows each. Of a low pair they multiply the same 64 rows by half of the columns
-// each. A stage also takes in copies from the other CTA, so it is filled again only when the warps of both CTAs have read it.
+// narrow ones, then low ones. In a CTA one warp keeps a ring of shared-memory stages filled. A stage holds 64 of the depth for
+// both operands. A lane of that warp loads at most one box of a stage, so what it loads is found once for each pair. Two
+// warpgroups multiply 64 rows each. Of a low pair they multiply the same 64 rows by half of the columns each. A stage also
+// takes in copies from the other CTA, so it is filled again only when the warps of both CTAs have read it.
 //
 // BIASED: each matrix has a vector that is added to all rows of its result, before the result is rounded.
 //
@@ -19,8 +20,8 @@
 // both CTAs, and CTA 1 loads the second one.
 //
 // FED: rows that other ranks compute arrive while the kernel runs (fed.cuh). Pairs of this rank's own rows come first. The
-// other ranks' rows follow in the order in which they arrive, with all columns of a pair before the next one. The thread that
-// loads rows waits for them. The first clusters that run send this rank's rows before they compute pairs. So it is not fixed
+// other ranks' rows follow in the order in which they arrive, with all columns of a pair before the next one. The lanes
+// that load rows wait for them. The first clusters that run send this rank's rows before they compute pairs. So it is not fixed
 // which cluster computes what: each one claims its next pair, in this order.
 //
 // Loads and matmuls use Hopper's machine instructions (PTX ISA, wgmma and cp.async.bulk.tensor) in the way that CUTLASS's
@@ -63,7 +64,7 @@ inline constexpr int HALF_A = TILE_ROWS / 2 * ROW_BYTES, HALF_B = COLUMNS / 2 * 
 inline constexpr int STAGE_BYTES = 2 * HALF_A + 2 * HALF_B;
 inline constexpr int STAGES = 225 * 1024 / STAGE_BYTES;
 inline constexpr uint16_t BOTH = 3;
-inline constexpr int UNROLLED = FED ? 1 : 2;  // with more, a thread that fills stages keeps values in memory with some compilers
+inline constexpr int LOADERS_A = 2;  // lanes that load rows: as many as boxes_a can be
 #if FED
 static_assert(FED_BLOCK == TILE_ROWS, "a tile lies in one block");
 static_assert(FED_THREADS * FED_PIECES * FED_PIECE <= STAGES * STAGE_BYTES, "rows are sent through the stages");
@@ -134,54 +135,77 @@ DEVICE bool find(const JointMmParams& params, int32_t number, int32_t rank, Tile
   return true;
 }
 
-// Fills the stages of one pair of tiles. between(k) is called when the stage of depth k has been filled.
+// What a lane loads into each stage of a pair of tiles: a box, or nothing.
+struct Box {
+  bool exists;
+  const TensorMap* map;
+  int32_t offset;  // bytes from the begin of a stage
+  int32_t begin;   // its first row, or its first column in its matrix
+};
+
+// The first LOADERS_A lanes of a warp load rows, and those behind them columns.
+DEVICE Box box_of(const JointMmParams& params, const Tile& tile, int32_t rank, int32_t lane) {
+  const int32_t boxes_a = tile.low ? 1 : params.boxes_a, box_rows = TILE_ROWS / params.boxes_a;
+  const int32_t boxes_b = params.boxes_b / (tile.narrow ? 2 : 1), box_columns = COLUMNS / params.boxes_b;
+  if (lane < LOADERS_A) return {lane < boxes_a, &params.a, lane * box_rows * ROW_BYTES, tile.row + lane * box_rows};
+  // Each CTA loads half of the boxes of columns for both. CTA 0 loads one more if they are odd.
+  const int32_t first = rank * ((boxes_b + 1) / 2), end = rank ? boxes_b : (boxes_b + 1) / 2;
+  const int32_t box = first + lane - LOADERS_A;
+  const int32_t column = tile.column + (GATED ? box - first : box) * box_columns;
+  const int32_t matrix = GATED ? rank : matrix_of(params, column);
+  const int32_t before = GATED ? 0 : params.begins[matrix];
+  return {box < end, &params.matrices[matrix], 2 * HALF_A + box * box_columns * ROW_BYTES, column - before};
+}
+
+// Fills the stages of one pair of tiles. All lanes of a warp call it. Lanes that load nothing must not wait for stages, which
+// are filled without them. They wait for the other lanes at the end. Lane 0 calls between(k) when it has loaded at depth k.
 template <class Between>
 DEVICE void fill_pair(
     const JointMmParams& params, Shared& shared, Ring<STAGES>& ring, const Tile& tile, int32_t rank, Between between) {
-  const int32_t boxes_a = tile.low ? 1 : params.boxes_a, box_rows = TILE_ROWS / params.boxes_a;
-  const int32_t boxes_b = params.boxes_b / (tile.narrow ? 2 : 1), box_columns = COLUMNS / params.boxes_b;
+  const int32_t lane = (int32_t)threadIdx.x;
   const int32_t bytes = (tile.low ? 1 : 2) * HALF_A + (tile.narrow ? 1 : 2) * HALF_B;
-  // Each CTA loads half of the boxes of columns for both. CTA 0 loads one more if they are odd.
-  const int32_t first = rank * ((boxes_b + 1) / 2), end = rank ? boxes_b : (boxes_b + 1) / 2;
+  const Box box = box_of(params, tile, rank, lane);
   for (int32_t k = 0; k < params.depth; k += TILE_DEPTH, ring.next()) {
-    uint8_t* a = shared.stages[ring.stage];
-    uint8_t* b = a + 2 * HALF_A;
+    if (!box.exists) continue;
     uint64_t* full = &shared.full[ring.stage];
+    uint8_t* to = shared.stages[ring.stage] + box.offset;
     wait(&shared.empty[ring.stage], ring.parity ^ 1);
-    mbarrier_arrive_expect(full, bytes);
-#pragma unroll UNROLLED
-    for (int32_t box = 0; box < boxes_a; box++) {
-      load_tile(a + box * box_rows * ROW_BYTES, params.a, k, tile.row + box * box_rows, full);
+    if (lane == 0) mbarrier_arrive_expect(full, bytes);
+    if (lane < LOADERS_A) {
+      load_tile(to, *box.map, k, box.begin, full);
+    } else {
+      load_tile_to(BOTH, to, *box.map, k, box.begin, full);
     }
-#pragma unroll UNROLLED
-    for (int32_t box = first; box < end; box++) {
-      const int32_t column = tile.column + (GATED ? box - first : box) * box_columns;
-      const int32_t matrix = GATED ? rank : matrix_of(params, column);
-      const int32_t before = GATED ? 0 : params.begins[matrix];
-      load_tile_to(BOTH, b + box * box_columns * ROW_BYTES, params.matrices[matrix], k, column - before, full);
-    }
-    between(k);
+    if (lane == 0) between(k);
   }
+  warp_sync();
 }
 
 #if FED
 // Fills stages from `turn` on. CTA 0 has told of that turn. CTA 0 claims the next pair in the middle of a pair, not earlier, so
-// that a pair goes to the cluster that can begin it soonest. Later in the pair it tells of it. Before a pair's first stage this
-// thread waits for the pair's rows. Meanwhile the warps store the sums of the pair before.
+// that a pair goes to the cluster that can begin it soonest. Later in the pair it tells of it. Before a pair's first stage the
+// lanes that load rows wait for the pair's rows. Meanwhile the warps store the sums of the pair before.
 DEVICE void fill(const JointMmParams& params, Shared& shared, int32_t rank, int32_t turn) {
   const uint32_t call = params.fed.state->call;
   const int32_t claims = params.depth / 2 / TILE_DEPTH * TILE_DEPTH, tells = params.depth * 3 / 4 / TILE_DEPTH * TILE_DEPTH;
+  const int32_t lane = (int32_t)threadIdx.x;
   Ring<STAGES> ring;
   Tile tile;
   for (;; turn++) {
-    const int32_t pair = told(shared.fed, turn);
-    wait(&shared.empty[ring.stage], ring.parity ^ 1);
-    shared.fed.pairs[ring.stage] = pair;
+    int32_t pair = 0;
+    if (lane == 0) {
+      pair = told(shared.fed, turn);
+      wait(&shared.empty[ring.stage], ring.parity ^ 1);
+      shared.fed.pairs[ring.stage] = pair;
+    }
+    pair = first_lanes(pair);
     if (!find(params, pair, rank, tile)) {
-      mbarrier_arrive(&shared.full[ring.stage]);
+      if (lane == 0) mbarrier_arrive(&shared.full[ring.stage]);
       return;
     }
-    await_rows(params.fed, call, params.rows, tile.row, tile.low ? TILE_ROWS / 2 : TILE_ROWS);
+    if (lane < LOADERS_A) {
+      await_rows(params.fed, call, params.rows, tile.row, tile.low ? TILE_ROWS / 2 : TILE_ROWS);
+    }
     int32_t next = 0;
     fill_pair(params, shared, ring, tile, rank, [&](int32_t k) {
       if (rank > 0) return;
@@ -305,9 +329,9 @@ KERNEL(THREADS, 1) joint_mm(GRID_CONSTANT JointMmParams params) {
   if (threadIdx.x < 128) {
     fewer_registers<40>();
 #if FED
-    if (threadIdx.x == 0) fill(params, shared, rank, turn);
+    if (threadIdx.x < 32) fill(params, shared, rank, turn);
 #else
-    if (threadIdx.x == 0) fill(params, shared, rank);
+    if (threadIdx.x < 32) fill(params, shared, rank);
 #endif
   } else {
     more_registers<232>();

@@ -57,7 +57,7 @@ GEMM: dict[str, Changes] = {
 }
 PAIRS_OF_ALL_STAGES: dict[str, Changes] = {
     "forgets a pair that has not been read": (
-        ("    wait(&shared.empty[ring.stage], ring.parity ^ 1);\n    shared.fed.pairs", "    shared.fed.pairs"),
+        ("      wait(&shared.empty[ring.stage], ring.parity ^ 1);\n      shared.fed.pairs", "      shared.fed.pairs"),
     ),
 }
 BROKEN = [

@@ -20,6 +20,7 @@ BYTES_A, BYTES_B = "(tile.low ? 1 : 2) * HALF_A", "(tile.narrow ? 1 : 2) * HALF_
 LAST_SYNC = "  cluster_sync();  // CTAs end together: a CTA that has ended takes in no copies and no arrivals\n"
 FIRST_SYNC = "  cluster_sync();\n#if FED\n  if (rank == 0"
 BOXES_OF = "first = rank * ((boxes_b + 1) / 2), end = rank ? boxes_b : (boxes_b + 1) / 2"
+OFFSET_B = "2 * HALF_A + box * box_columns * ROW_BYTES"
 COLUMN = "tile.column + (GATED ? box - first : box) * box_columns"
 MATRIX = "matrix = GATED ? rank : matrix_of(params, column)"
 PLACE = "at = column + further, matrix = GATED ? 0 : matrix_of(params, at), in = at - params.begins[matrix]"
@@ -57,6 +58,8 @@ RING: dict[str, Changes] = {
     "copies to a CTA that has not begun": (
         (FIRST_SYNC, FIRST_SYNC.replace("cluster_sync()", "barrier_sync(0, THREADS)")),
     ),
+    "lanes that load nothing go ahead": (("  warp_sync();\n}\n\n#if FED", "}\n\n#if FED"),),
+    "all lanes expect copies": (("if (lane == 0) mbarrier_arrive_expect", "mbarrier_arrive_expect"),),
     "ends while the other CTA arrives": ((LAST_SYNC, ""),),
     "ends while the other CTA arrives, after its own threads": ((LAST_SYNC, "  barrier_sync(0, THREADS);\n"),),
 }
@@ -68,20 +71,22 @@ OPERANDS: dict[str, Changes] = {
     "nobody loads the odd box": ((BOXES_OF, BOXES_OF.replace("boxes_b : (boxes_b + 1) / 2", "boxes_b : boxes_b / 2")),),
     "both load the odd box": ((BOXES_OF, BOXES_OF.replace("rank * ((boxes_b + 1) / 2)", "rank * (boxes_b / 2)")),),
     "both load the same columns": ((COLUMN, COLUMN.replace("GATED ? box - first : box", "box - first")),),
-    "both load to the same columns": (
-        ("b + box * box_columns * ROW_BYTES", "b + (box - first) * box_columns * ROW_BYTES"),
-    ),
-    "loads the second columns over the first": (("b + box * box_columns * ROW_BYTES", "b"),),
+    "both load to the same columns": ((OFFSET_B, OFFSET_B.replace("box * box", "(box - first) * box")),),
+    "loads the second columns over the first": ((OFFSET_B, "2 * HALF_A"),),
     "second columns are the first": ((COLUMN, "tile.column"),),
     "loads half of the columns": (("params.boxes_b / (tile.narrow ? 2 : 1)", "params.boxes_b / 2"),),
     "loads all columns of narrow tiles": (("params.boxes_b / (tile.narrow ? 2 : 1)", "params.boxes_b"),),
     "loads half of the rows": (("tile.low ? 1 : params.boxes_a", "1"),),
     "loads all rows of low tiles": (("tile.low ? 1 : params.boxes_a", "params.boxes_a"),),
-    "loads the second rows over the first": (("a + box * box_rows * ROW_BYTES", "a"),),
-    "second rows are the first": (("tile.row + box * box_rows, full", "tile.row, full"),),
+    "loads boxes of rows that are not there": (("{lane < boxes_a,", "{true,"),),
+    "loads boxes of columns that are not there": (("{box < end,", "{true,"),),
+    "one lane loads rows": (("LOADERS_A = 2;", "LOADERS_A = 1;"),),
+    "a lane of rows loads columns": (("box = first + lane - LOADERS_A", "box = first + lane - 1"),),
+    "loads the second rows over the first": (("lane * box_rows * ROW_BYTES", "0"),),
+    "second rows are the first": (("tile.row + lane * box_rows", "tile.row"),),
     "loads from the first matrix": ((MATRIX, "matrix = GATED ? rank : 0"),),
     "loads from the matrix of the tile's first column": ((MATRIX, MATRIX.replace("column)", "tile.column)")),),
-    "loads columns that lie in the matrices before": (("column - before, full", "column, full"),),
+    "loads columns that lie in the matrices before": (("column - before}", "column}"),),
     "warpgroups multiply the same rows": (("a = below * HALF_A", "a = 0"),),
     "warpgroups of low tiles multiply different rows": (("a = below * HALF_A", "a = warpgroup * HALF_A"),),
     "warpgroups of low tiles multiply the same columns": ((BESIDE, "0, row, column"),),
