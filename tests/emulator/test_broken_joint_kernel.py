@@ -19,9 +19,9 @@ BARRIERS = "mbarrier_init(&shared.empty[stage], 2 * 4 * CONSUMERS);"
 BYTES_A, BYTES_B = "(tile.low ? 1 : 2) * HALF_A", "(tile.narrow ? 1 : 2) * HALF_B"
 LAST_SYNC = "  cluster_sync();  // CTAs end together: a CTA that has ended takes in no copies and no arrivals\n"
 FIRST_SYNC = "  cluster_sync();\n#if FED\n  if (rank == 0"
-BOXES_OF = "first = rank * ((boxes_b + 1) / 2), end = rank ? boxes_b : (boxes_b + 1) / 2"
+BOXES_OF = "first = rank * ((all + 1) / 2), end = rank ? all : (all + 1) / 2"
 OFFSET_B = "2 * HALF_A + box * box_columns * ROW_BYTES"
-COLUMN = "tile.column + (GATED ? box - first : box) * box_columns"
+COLUMN = "tile.column + (GATED ? at : box) * box_columns"
 MATRIX = "matrix = GATED ? rank : matrix_of(params, column)"
 PLACE = "at = column + further, matrix = GATED ? 0 : matrix_of(params, at), in = at - params.begins[matrix]"
 BESIDE = "beside * HALF_B, row, column"
@@ -58,8 +58,8 @@ RING: dict[str, Changes] = {
     "copies to a CTA that has not begun": (
         (FIRST_SYNC, FIRST_SYNC.replace("cluster_sync()", "barrier_sync(0, THREADS)")),
     ),
-    "lanes that load nothing go ahead": (("  warp_sync();\n}\n\n#if FED", "}\n\n#if FED"),),
-    "all lanes expect copies": (("if (lane == 0) mbarrier_arrive_expect", "mbarrier_arrive_expect"),),
+    "both threads expect copies": (("if (BOXES == BOXES_A) mbarrier_arrive_expect", "mbarrier_arrive_expect"),),
+    "nobody loads columns": (("if (threadIdx.x == 32) fill", "if (false) fill"),),
     "ends while the other CTA arrives": ((LAST_SYNC, ""),),
     "ends while the other CTA arrives, after its own threads": ((LAST_SYNC, "  barrier_sync(0, THREADS);\n"),),
 }
@@ -67,23 +67,22 @@ RING: dict[str, Changes] = {
 OPERANDS: dict[str, Changes] = {
     "shares columns with nobody": (("load_tile_to(BOTH", "load_tile_to(1 << rank"),),
     "shares columns with the other alone": (("load_tile_to(BOTH", "load_tile_to(2 >> rank"),),
-    "both load all boxes": ((BOXES_OF, "first = 0, end = boxes_b"),),
-    "nobody loads the odd box": ((BOXES_OF, BOXES_OF.replace("boxes_b : (boxes_b + 1) / 2", "boxes_b : boxes_b / 2")),),
-    "both load the odd box": ((BOXES_OF, BOXES_OF.replace("rank * ((boxes_b + 1) / 2)", "rank * (boxes_b / 2)")),),
-    "both load the same columns": ((COLUMN, COLUMN.replace("GATED ? box - first : box", "box - first")),),
-    "both load to the same columns": ((OFFSET_B, OFFSET_B.replace("box * box", "(box - first) * box")),),
+    "both load all boxes": ((BOXES_OF, "first = 0, end = all"),),
+    "nobody loads the odd box": ((BOXES_OF, BOXES_OF.replace("all : (all + 1) / 2", "all : all / 2")),),
+    "both load the odd box": ((BOXES_OF, BOXES_OF.replace("rank * ((all + 1) / 2)", "rank * (all / 2)")),),
+    "both load the same columns": ((COLUMN, COLUMN.replace("GATED ? at : box", "at")),),
+    "both load to the same columns": ((OFFSET_B, OFFSET_B.replace("box * box", "at * box")),),
     "loads the second columns over the first": ((OFFSET_B, "2 * HALF_A"),),
     "second columns are the first": ((COLUMN, "tile.column"),),
     "loads half of the columns": (("params.boxes_b / (tile.narrow ? 2 : 1)", "params.boxes_b / 2"),),
     "loads all columns of narrow tiles": (("params.boxes_b / (tile.narrow ? 2 : 1)", "params.boxes_b"),),
     "loads half of the rows": (("tile.low ? 1 : params.boxes_a", "1"),),
     "loads all rows of low tiles": (("tile.low ? 1 : params.boxes_a", "params.boxes_a"),),
-    "loads boxes of rows that are not there": (("{lane < boxes_a,", "{true,"),),
-    "loads boxes of columns that are not there": (("{box < end,", "{true,"),),
-    "one lane loads rows": (("LOADERS_A = 2;", "LOADERS_A = 1;"),),
-    "a lane of rows loads columns": (("box = first + lane - LOADERS_A", "box = first + lane - 1"),),
-    "loads the second rows over the first": (("lane * box_rows * ROW_BYTES", "0"),),
-    "second rows are the first": (("tile.row + lane * box_rows", "tile.row"),),
+    "loads boxes that are not there": (("if (box >= count) break;", ""),),
+    "loads the first box alone": (("if (box >= count) break;", "if (box > 0) break;"),),
+    "loads three boxes of columns at most": (("BOXES_B = 4;", "BOXES_B = 3;"),),
+    "loads the second rows over the first": (("box * rows * ROW_BYTES", "0"),),
+    "second rows are the first": (("tile.row + box * rows", "tile.row"),),
     "loads from the first matrix": ((MATRIX, "matrix = GATED ? rank : 0"),),
     "loads from the matrix of the tile's first column": ((MATRIX, MATRIX.replace("column)", "tile.column)")),),
     "loads columns that lie in the matrices before": (("column - before}", "column}"),),
@@ -151,7 +150,7 @@ STORES: dict[str, Changes] = {
 GATED: dict[str, Changes] = {
     "both CTAs load the first matrix": ((MATRIX, MATRIX.replace("rank", "0")),),
     "the first matrix is the second": ((MATRIX, MATRIX.replace("rank", "1 - rank")),),
-    "the second CTA loads columns beside the first's": ((COLUMN, COLUMN.replace("GATED ? box - first : box", "box")),),
+    "the second CTA loads columns beside the first's": ((COLUMN, COLUMN.replace("GATED ? at : box", "box")),),
     "the second matrix's columns are behind the first's": (("before = GATED ? 0 : ", "before = "),),
     "tiles store as many columns as they load": (("GATED ? COLUMNS / 2 : COLUMNS", "COLUMNS"),),
     "low tiles are of one matrix for each warpgroup": (("GATED && tile.low", "false"),),
