@@ -8,10 +8,9 @@
 // and the first ones of the next. Columns are loaded in boxes, each of one matrix, so a matrix begins with a box.
 //
 // A cluster computes the pair with the number of the cluster, and every (gridDim / 2)-th pair after it: whole pairs first, then
-// narrow ones, then low ones. In a CTA two threads keep a ring of shared-memory stages filled, one with rows and one with
-// columns. A stage holds 64 of the depth for both operands. Two warpgroups multiply 64 rows each. Of a low pair they multiply
-// the same 64 rows by half of the columns each. A stage also takes in copies from the other CTA, so it is filled again only when
-// the warps of both CTAs have read it.
+// narrow ones, then low ones. In a CTA one thread keeps a ring of shared-memory stages filled. A stage holds 64 of the depth
+// for both operands. Two warpgroups multiply 64 rows each. Of a low pair they multiply the same 64 rows by half of the columns
+// each. A stage also takes in copies from the other CTA, so it is filled again only when the warps of both CTAs have read it.
 //
 // BIASED: each matrix has a vector that is added to all rows of its result, before the result is rounded.
 //
@@ -20,8 +19,8 @@
 // both CTAs, and CTA 1 loads the second one.
 //
 // FED: rows that other ranks compute arrive while the kernel runs (fed.cuh). Pairs of this rank's own rows come first. The
-// other ranks' rows follow in the order in which they arrive, with all columns of a pair before the next one. The thread
-// that loads rows waits for them. The first clusters that run send this rank's rows before they compute pairs. So it is not fixed
+// other ranks' rows follow in the order in which they arrive, with all columns of a pair before the next one. The thread that
+// loads rows waits for them. The first clusters that run send this rank's rows before they compute pairs. So it is not fixed
 // which cluster computes what: each one claims its next pair, in this order.
 //
 // Loads and matmuls use Hopper's machine instructions (PTX ISA, wgmma and cp.async.bulk.tensor) in the way that CUTLASS's
@@ -64,6 +63,7 @@ inline constexpr int HALF_A = TILE_ROWS / 2 * ROW_BYTES, HALF_B = COLUMNS / 2 * 
 inline constexpr int STAGE_BYTES = 2 * HALF_A + 2 * HALF_B;
 inline constexpr int STAGES = 225 * 1024 / STAGE_BYTES;
 inline constexpr uint16_t BOTH = 3;
+inline constexpr int MOST_BOXES = GATED ? 2 : 4;  // of columns, that a CTA loads into a stage
 #if FED
 static_assert(FED_BLOCK == TILE_ROWS, "a tile lies in one block");
 static_assert(FED_THREADS * FED_PIECES * FED_PIECE <= STAGES * STAGE_BYTES, "rows are sent through the stages");
@@ -134,100 +134,73 @@ DEVICE bool find(const JointMmParams& params, int32_t number, int32_t rank, Tile
   return true;
 }
 
-// What a thread loads into each stage of a pair of tiles.
-struct Box {
-  const TensorMap* map;
-  int32_t offset;  // bytes from the begin of a stage
-  int32_t begin;   // its first row, or its first column in its matrix
-};
-inline constexpr int BOXES_A = 2, BOXES_B = 4;  // the most that a CTA loads into a stage
-
-// Finds the boxes of rows that CTA `rank` loads. Returns how many there are.
-DEVICE int32_t find_boxes(const JointMmParams& params, const Tile& tile, int32_t, Box (&boxes)[BOXES_A]) {
-  const int32_t rows = TILE_ROWS / params.boxes_a;
-#pragma unroll
-  for (int32_t box = 0; box < BOXES_A; box++) boxes[box] = {&params.a, box * rows * ROW_BYTES, tile.row + box * rows};
-  return tile.low ? 1 : params.boxes_a;
-}
-
-// The same for columns. Each CTA loads half of the boxes for both. CTA 0 loads one more if they are odd.
-DEVICE int32_t find_boxes(const JointMmParams& params, const Tile& tile, int32_t rank, Box (&boxes)[BOXES_B]) {
-  const int32_t all = params.boxes_b / (tile.narrow ? 2 : 1), box_columns = COLUMNS / params.boxes_b;
-  const int32_t first = rank * ((all + 1) / 2), end = rank ? all : (all + 1) / 2;
-#pragma unroll
-  for (int32_t at = 0; at < BOXES_B; at++) {
-    const int32_t box = first + at, column = tile.column + (GATED ? at : box) * box_columns;
-    const int32_t matrix = GATED ? rank : matrix_of(params, column);
-    const int32_t before = GATED ? 0 : params.begins[matrix];
-    boxes[at] = {&params.matrices[matrix], 2 * HALF_A + box * box_columns * ROW_BYTES, column - before};
-  }
-  return end - first;
-}
-
-// One thread loads what stages of one pair of tiles have of the rows, or of the columns (BOXES is BOXES_A, or BOXES_B). It loads
-// at least one box of each stage. between(k) is called when the boxes of depth k have been asked for.
-template <int BOXES, class Between>
+// Fills the stages of one pair of tiles. between(k) is called when the stage of depth k has been filled.
+template <class Between>
 DEVICE void fill_pair(
     const JointMmParams& params, Shared& shared, Ring<STAGES>& ring, const Tile& tile, int32_t rank, Between between) {
   const int32_t bytes = (tile.low ? 1 : 2) * HALF_A + (tile.narrow ? 1 : 2) * HALF_B;
-  Box boxes[BOXES];
-  const int32_t count = find_boxes(params, tile, rank, boxes);
+  const int32_t boxes_a = tile.low ? 1 : params.boxes_a;
+  const int32_t boxes_b = params.boxes_b / (tile.narrow ? 2 : 1), box_columns = COLUMNS / params.boxes_b;
+  // Each CTA loads half of the boxes of columns for both. CTA 0 loads one more if they are odd. Where they are is found here, once.
+  const int32_t first = rank * ((boxes_b + 1) / 2), own = (rank ? boxes_b : boxes_b + 1) / 2;
+  const TensorMap* maps[MOST_BOXES];
+  int32_t columns[MOST_BOXES];
+#pragma unroll
+  for (int32_t box = 0; box < MOST_BOXES; box++) {
+    const int32_t column = tile.column + (GATED ? box : first + box) * box_columns;
+    const int32_t matrix = GATED ? rank : matrix_of(params, column);
+    maps[box] = &params.matrices[matrix];
+    columns[box] = column - (GATED ? 0 : params.begins[matrix]);
+  }
   for (int32_t k = 0; k < params.depth; k += TILE_DEPTH, ring.next()) {
+    uint8_t* a = shared.stages[ring.stage];
+    uint8_t* b = a + 2 * HALF_A + first * box_columns * ROW_BYTES;
     uint64_t* full = &shared.full[ring.stage];
     wait(&shared.empty[ring.stage], ring.parity ^ 1);
-    if (BOXES == BOXES_A) mbarrier_arrive_expect(full, bytes);
+    mbarrier_arrive_expect(full, bytes);
+    load_tile(a, params.a, k, tile.row, full);
+    if (boxes_a > 1) load_tile(a + HALF_A, params.a, k, tile.row + TILE_ROWS / 2, full);
 #pragma unroll
-    for (int32_t box = 0; box < BOXES; box++) {
-      if (box >= count) break;
-      uint8_t* to = shared.stages[ring.stage] + boxes[box].offset;
-      if (BOXES == BOXES_A) {
-        load_tile(to, *boxes[box].map, k, boxes[box].begin, full);
-      } else {
-        load_tile_to(BOTH, to, *boxes[box].map, k, boxes[box].begin, full);
-      }
+    for (int32_t box = 0; box < MOST_BOXES; box++) {
+      if (box == own) break;
+      load_tile_to(BOTH, b + box * box_columns * ROW_BYTES, *maps[box], k, columns[box], full);
     }
     between(k);
   }
 }
 
 #if FED
-// Fills stages from `turn` on, as fill_pair does. CTA 0 has told of that turn. The thread of CTA 0 that loads rows claims the
-// next pair in the middle of a pair, not earlier, so that a pair goes to the cluster that can begin it soonest. Later in the
-// pair it tells of it. Before a pair's first stage a thread that loads rows waits for the pair's rows. Meanwhile the warps store
-// the sums of the pair before.
-template <int BOXES>
+// Fills stages from `turn` on. CTA 0 has told of that turn. CTA 0 claims the next pair in the middle of a pair, not earlier, so
+// that a pair goes to the cluster that can begin it soonest. Later in the pair it tells of it. Before a pair's first stage this
+// thread waits for the pair's rows. Meanwhile the warps store the sums of the pair before.
 DEVICE void fill(const JointMmParams& params, Shared& shared, int32_t rank, int32_t turn) {
-  constexpr bool OF_ROWS = BOXES == BOXES_A;
   const uint32_t call = params.fed.state->call;
   const int32_t claims = params.depth / 2 / TILE_DEPTH * TILE_DEPTH, tells = params.depth * 3 / 4 / TILE_DEPTH * TILE_DEPTH;
   Ring<STAGES> ring;
   Tile tile;
   for (;; turn++) {
-    const int32_t pair = told(shared.fed, turn, OF_ROWS);
-    if (OF_ROWS) {
-      wait(&shared.empty[ring.stage], ring.parity ^ 1);
-      shared.fed.pairs[ring.stage] = pair;
-    }
+    const int32_t pair = told(shared.fed, turn);
+    wait(&shared.empty[ring.stage], ring.parity ^ 1);
+    shared.fed.pairs[ring.stage] = pair;
     if (!find(params, pair, rank, tile)) {
-      if (OF_ROWS) mbarrier_arrive(&shared.full[ring.stage]);
+      mbarrier_arrive(&shared.full[ring.stage]);
       return;
     }
-    if (OF_ROWS) await_rows(params.fed, call, params.rows, tile.row, tile.low ? TILE_ROWS / 2 : TILE_ROWS);
+    await_rows(params.fed, call, params.rows, tile.row, tile.low ? TILE_ROWS / 2 : TILE_ROWS);
     int32_t next = 0;
-    fill_pair<BOXES>(params, shared, ring, tile, rank, [&](int32_t k) {
-      if (!OF_ROWS || rank > 0) return;
+    fill_pair(params, shared, ring, tile, rank, [&](int32_t k) {
+      if (rank > 0) return;
       if (k == claims) next = claim_pair(params.fed);
       if (k == tells) tell(shared.fed, turn + 1, next);
     });
   }
 }
 #else
-template <int BOXES>
 DEVICE void fill(const JointMmParams& params, Shared& shared, int32_t rank) {
   Ring<STAGES> ring;
   Tile tile;
   for (int32_t number = blockIdx.x / 2; find(params, number, rank, tile); number += gridDim.x / 2) {
-    fill_pair<BOXES>(params, shared, ring, tile, rank, [](int32_t) {});
+    fill_pair(params, shared, ring, tile, rank, [](int32_t) {});
   }
 }
 #endif
@@ -319,7 +292,7 @@ KERNEL(THREADS, 1) joint_mm(GRID_CONSTANT JointMmParams params) {
   cluster_sync();
 #if FED
   if (rank == 0 && threadIdx.x == 0) tell(shared.fed, 0, first);
-  const bool sends = told(shared.fed, 0, false) < 0;
+  const bool sends = told(shared.fed, 0) < 0;
   warp_sync();
   barrier_sync(0, THREADS);  // all have read the letter, whose place later letters take
   if (sends) {
@@ -337,11 +310,9 @@ KERNEL(THREADS, 1) joint_mm(GRID_CONSTANT JointMmParams params) {
   if (threadIdx.x < 128) {
     fewer_registers<40>();
 #if FED
-    if (threadIdx.x == 0) fill<BOXES_A>(params, shared, rank, turn);
-    if (threadIdx.x == 32) fill<BOXES_B>(params, shared, rank, turn);
+    if (threadIdx.x == 0) fill(params, shared, rank, turn);
 #else
-    if (threadIdx.x == 0) fill<BOXES_A>(params, shared, rank);
-    if (threadIdx.x == 32) fill<BOXES_B>(params, shared, rank);
+    if (threadIdx.x == 0) fill(params, shared, rank);
 #endif
   } else {
     more_registers<232>();

@@ -137,18 +137,17 @@ DEVICE int32_t next_pair(const FedParams& fed) {
 
 // CTA 0 tells both CTAs of a cluster which pair they compute in a turn. The letter of FED_LETTERS turns before has been read.
 // That of turn 0 has been read by all threads before any stage is filled. For later ones, CTA 0 has filled a stage of the turn
-// before this one. So both CTAs' threads that fill had filled what that stage had before, which was STAGES stages earlier, and a
-// turn has one stage at least.
+// before this one. So CTA 1 has read what that stage had before, which was STAGES stages earlier, and a turn has one stage at
+// least.
 DEVICE void tell(FedShared& shared, int32_t turn, int32_t pair) {
   const int32_t letter = turn % FED_LETTERS;
   for (uint32_t cta = 0; cta < 2; cta++) store_to_cta(cta, &shared.letters[letter], (uint32_t)pair, &shared.mailed[letter]);
 }
 
-// A thread waits for the letter of a turn. One thread of each CTA must expect the letters. That of turn 0 is expected from the
-// start.
-DEVICE int32_t told(FedShared& shared, int32_t turn, bool expects) {
+// One thread of a CTA waits for the letter of a turn. That of turn 0 is expected from the start.
+DEVICE int32_t told(FedShared& shared, int32_t turn) {
   const int32_t letter = turn % FED_LETTERS;
-  if (expects && turn > 0) mbarrier_arrive_expect(&shared.mailed[letter], 4);
+  if (turn > 0) mbarrier_arrive_expect(&shared.mailed[letter], 4);
   wait(&shared.mailed[letter], turn / FED_LETTERS & 1);
   return (int32_t)shared.letters[letter];
 }

@@ -47,7 +47,7 @@ PUSH: dict[str, Changes] = {
 GEMM: dict[str, Changes] = {
     "pairs of other ranks are its own again": (("own + by_arrival(", "by_arrival("),),
     "pairs beyond the last are not the first": (("    if (place >= high) place -= high;\n", ""),),
-    "loads before it has waited": (("if (OF_ROWS) await_rows(", "if (0) await_rows("),),
+    "loads before it has waited": (("    await_rows(params.fed, call,", "    if (0) await_rows(params.fed, call,"),),
     "fills stages through which rows are sent": (
         ("    cluster_sync();  // both CTAs' shared memory", "    // both CTAs'"),
     ),
@@ -57,7 +57,7 @@ GEMM: dict[str, Changes] = {
 }
 PAIRS_OF_ALL_STAGES: dict[str, Changes] = {
     "forgets a pair that has not been read": (
-        ("      wait(&shared.empty[ring.stage], ring.parity ^ 1);\n      shared.fed.pairs", "      shared.fed.pairs"),
+        ("    wait(&shared.empty[ring.stage], ring.parity ^ 1);\n    shared.fed.pairs", "    shared.fed.pairs"),
     ),
 }
 BROKEN = [

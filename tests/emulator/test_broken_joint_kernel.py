@@ -19,9 +19,9 @@ BARRIERS = "mbarrier_init(&shared.empty[stage], 2 * 4 * CONSUMERS);"
 BYTES_A, BYTES_B = "(tile.low ? 1 : 2) * HALF_A", "(tile.narrow ? 1 : 2) * HALF_B"
 LAST_SYNC = "  cluster_sync();  // CTAs end together: a CTA that has ended takes in no copies and no arrivals\n"
 FIRST_SYNC = "  cluster_sync();\n#if FED\n  if (rank == 0"
-BOXES_OF = "first = rank * ((all + 1) / 2), end = rank ? all : (all + 1) / 2"
-OFFSET_B = "2 * HALF_A + box * box_columns * ROW_BYTES"
-COLUMN = "tile.column + (GATED ? at : box) * box_columns"
+FIRST, OWN = "first = rank * ((boxes_b + 1) / 2)", "own = (rank ? boxes_b : boxes_b + 1) / 2"
+STAGE_B, OFFSET_B = "first * box_columns * ROW_BYTES", "b + box * box_columns * ROW_BYTES"
+COLUMN = "tile.column + (GATED ? box : first + box) * box_columns"
 MATRIX = "matrix = GATED ? rank : matrix_of(params, column)"
 PLACE = "at = column + further, matrix = GATED ? 0 : matrix_of(params, at), in = at - params.begins[matrix]"
 BESIDE = "beside * HALF_B, row, column"
@@ -58,8 +58,6 @@ RING: dict[str, Changes] = {
     "copies to a CTA that has not begun": (
         (FIRST_SYNC, FIRST_SYNC.replace("cluster_sync()", "barrier_sync(0, THREADS)")),
     ),
-    "both threads expect copies": (("if (BOXES == BOXES_A) mbarrier_arrive_expect", "mbarrier_arrive_expect"),),
-    "nobody loads columns": (("if (threadIdx.x == 32) fill", "if (false) fill"),),
     "ends while the other CTA arrives": ((LAST_SYNC, ""),),
     "ends while the other CTA arrives, after its own threads": ((LAST_SYNC, "  barrier_sync(0, THREADS);\n"),),
 }
@@ -67,25 +65,25 @@ RING: dict[str, Changes] = {
 OPERANDS: dict[str, Changes] = {
     "shares columns with nobody": (("load_tile_to(BOTH", "load_tile_to(1 << rank"),),
     "shares columns with the other alone": (("load_tile_to(BOTH", "load_tile_to(2 >> rank"),),
-    "both load all boxes": ((BOXES_OF, "first = 0, end = all"),),
-    "nobody loads the odd box": ((BOXES_OF, BOXES_OF.replace("all : (all + 1) / 2", "all : all / 2")),),
-    "both load the odd box": ((BOXES_OF, BOXES_OF.replace("rank * ((all + 1) / 2)", "rank * (all / 2)")),),
-    "both load the same columns": ((COLUMN, COLUMN.replace("GATED ? at : box", "at")),),
-    "both load to the same columns": ((OFFSET_B, OFFSET_B.replace("box * box", "at * box")),),
-    "loads the second columns over the first": ((OFFSET_B, "2 * HALF_A"),),
+    "both load all boxes": ((FIRST, "first = 0"), (OWN, "own = boxes_b")),
+    "nobody loads the odd box": ((OWN, "own = boxes_b / 2"),),
+    "both load the odd box": ((FIRST, "first = rank * (boxes_b / 2)"), (OWN, "own = (boxes_b + 1) / 2")),
+    "both load the same columns": ((COLUMN, COLUMN.replace("GATED ? box : first + box", "box")),),
+    "both load to the same columns": ((STAGE_B, "0"),),
+    "loads the second columns over the first": ((OFFSET_B, "b"),),
     "second columns are the first": ((COLUMN, "tile.column"),),
     "loads half of the columns": (("params.boxes_b / (tile.narrow ? 2 : 1)", "params.boxes_b / 2"),),
     "loads all columns of narrow tiles": (("params.boxes_b / (tile.narrow ? 2 : 1)", "params.boxes_b"),),
     "loads half of the rows": (("tile.low ? 1 : params.boxes_a", "1"),),
     "loads all rows of low tiles": (("tile.low ? 1 : params.boxes_a", "params.boxes_a"),),
-    "loads boxes that are not there": (("if (box >= count) break;", ""),),
-    "loads the first box alone": (("if (box >= count) break;", "if (box > 0) break;"),),
-    "loads three boxes of columns at most": (("BOXES_B = 4;", "BOXES_B = 3;"),),
-    "loads the second rows over the first": (("box * rows * ROW_BYTES", "0"),),
-    "second rows are the first": (("tile.row + box * rows", "tile.row"),),
+    "loads boxes that are not there": (("      if (box == own) break;\n", ""),),
+    "loads the first box alone": (("if (box == own) break;", "if (box > 0) break;"),),
+    "loads three boxes of columns at most": (("GATED ? 2 : 4;", "3;"),),
+    "loads the second rows over the first": (("load_tile(a + HALF_A", "load_tile(a"),),
+    "second rows are the first": (("tile.row + TILE_ROWS / 2, full", "tile.row, full"),),
     "loads from the first matrix": ((MATRIX, "matrix = GATED ? rank : 0"),),
     "loads from the matrix of the tile's first column": ((MATRIX, MATRIX.replace("column)", "tile.column)")),),
-    "loads columns that lie in the matrices before": (("column - before}", "column}"),),
+    "loads columns that lie in the matrices before": (("column - (GATED", "column - 0 * (GATED"),),
     "warpgroups multiply the same rows": (("a = below * HALF_A", "a = 0"),),
     "warpgroups of low tiles multiply different rows": (("a = below * HALF_A", "a = warpgroup * HALF_A"),),
     "warpgroups of low tiles multiply the same columns": ((BESIDE, "0, row, column"),),
@@ -150,8 +148,12 @@ STORES: dict[str, Changes] = {
 GATED: dict[str, Changes] = {
     "both CTAs load the first matrix": ((MATRIX, MATRIX.replace("rank", "0")),),
     "the first matrix is the second": ((MATRIX, MATRIX.replace("rank", "1 - rank")),),
-    "the second CTA loads columns beside the first's": ((COLUMN, COLUMN.replace("GATED ? at : box", "box")),),
-    "the second matrix's columns are behind the first's": (("before = GATED ? 0 : ", "before = "),),
+    "the second CTA loads columns beside the first's": (
+        (COLUMN, COLUMN.replace("GATED ? box : first + box", "first + box")),
+    ),
+    "the second matrix's columns are behind the first's": (
+        ("column - (GATED ? 0 : params.begins[matrix])", "column - params.begins[matrix]"),
+    ),
     "tiles store as many columns as they load": (("GATED ? COLUMNS / 2 : COLUMNS", "COLUMNS"),),
     "low tiles are of one matrix for each warpgroup": (("GATED && tile.low", "false"),),
     "narrow tiles are computed as low ones": (("GATED && tile.low", "GATED"),),
