@@ -31,7 +31,9 @@ def tiled_as_then(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As when these files were measured: no tile has columns of two matrices, or 160 columns."""
     every = joint_tiles.of_width
     monkeypatch.setattr(joint_tiles, "WIDTHS", (256, 224, 192))
-    monkeypatch.setattr(joint_tiles, "_EDGE", 16)
+    monkeypatch.setattr(joint_tiles, "_NARROW", 0.6)
+    widest = 1e-6  # of several
+    monkeypatch.setattr(Tiling, "time", property(lambda one: one.pairs * (one.width + 16) - widest * one.width))
     monkeypatch.setattr(
         joint_tiles, "of_width", lambda *shape: [tiles for tiles in every(*shape) if tiles.multiple == tiles.width]
     )

@@ -17,16 +17,15 @@ WIDTHS = (256, 224, 192, 160)
 """Columns of a tile that the kernel is compiled for, in multiples of ``BOX``."""
 BOX = 32
 """The fewest columns that are loaded together."""
-NARROWEST = 96
-"""The fewest columns of a narrow tile. With fewer the kernel waits for what it reads, and is no faster."""
 PAIR_ROWS = 256
 MOST_JOINT = 3
 """The most matrices that the kernel takes."""
-_EDGE = 36
-"""A tile costs as much as if it were this many columns wider."""
-_NARROW, _NARROW_OF_TWO, _LOW = 0.6, 0.7, 0.65
-"""The time of a narrow and of a low pair, as a share of that of a whole pair. The second one is that of a narrow pair where
-tiles may have columns of two matrices, whose boxes may be smaller. Fitted, as _EDGE is, to GEMMs of an H200
+_EDGE, _EDGES = 24, 4
+"""A cluster's first _EDGES pairs cost as much as if their tiles were _EDGE columns wider. A GPU with more to do is at its power
+limit. Then it gains from each pause."""
+_NARROW, _LOW, _LOW_OF_TWO = 0.65, 0.65, 0.7
+"""The time of a narrow and of a low pair, as a share of that of a whole pair. The last number is for low pairs whose tiles may
+have columns of two matrices, as more boxes are loaded for them. All these numbers are fitted to GEMMs of an H200
 (``benchmarks/split-notes.md``, "GEMMs of one input")."""
 
 
@@ -50,6 +49,11 @@ class Tiling:
     low: int
     pairs: float
 
+    @property
+    def time(self) -> float:
+        """The busiest cluster's time, in columns of whole tiles."""
+        return self.pairs * self.width + min(self.pairs, _EDGES) * _EDGE
+
 
 def begins(columns: Iterable[int], multiple: int) -> list[int]:
     """Where matrices of ``columns`` columns begin that lie beside each other, and where they end: multiples of ``multiple``."""
@@ -63,16 +67,19 @@ def tiles_beside(columns: Iterable[int], width: int, multiple: int) -> int:
 
 @lru_cache(maxsize=4096)
 def tiling(rows: int, columns: tuple[int, ...], clusters: int) -> Tiling:
-    """The fastest tiling for ``rows`` rows and matrices of ``columns`` columns; ``rows`` and ``clusters`` are positive."""
+    """The fastest tiling for ``rows`` rows and matrices of ``columns`` columns; ``rows`` and ``clusters`` are positive.
+
+    Of several, it is the one with the fewest pairs, as these leave more of the memory's rate and of the power to each other.
+    """
     tilings = (candidate for width in WIDTHS for candidate in of_width(rows, columns, clusters, width))
-    return min(tilings, key=lambda candidate: candidate.pairs * (candidate.width + _EDGE))
+    return min(tilings, key=lambda tiles: (tiles.time, tiles.whole + tiles.narrow + tiles.low))
 
 
 def of_width(rows: int, columns: Sequence[int], clusters: int, width: int) -> list[Tiling]:
     """Tilings with tiles of ``width`` columns. They differ in where matrices begin, and in how many pairs are narrow.
 
     Either no pair is narrow, or all pairs that do not fill a wave, or the pairs of the last full wave, too. Narrow tiles have
-    ``NARROWEST`` columns at least, and whole boxes.
+    whole boxes.
     """
     tilings = []
     for multiple in dict.fromkeys((width, BOX)) if len(columns) > 1 else (width,):
@@ -80,12 +87,12 @@ def of_width(rows: int, columns: Sequence[int], clusters: int, width: int) -> li
         high = (rows + PAIR_ROWS // 2 - 1) // PAIR_ROWS
         pairs, low = high * wide, wide if rows > high * PAIR_ROWS else 0
         full = pairs // clusters * clusters
-        can_be_narrow = width >= 2 * NARROWEST and (multiple == width or width % (2 * BOX) == 0)
+        can_be_narrow = multiple == width or width % (2 * BOX) == 0
         for whole in dict.fromkeys((pairs, full, max(full - clusters, 0)) if can_be_narrow else (pairs,)):
             narrow = 2 * (pairs - whole)
             # Longer pairs come first. Whole pairs fill waves, or all other pairs are low. So the busiest cluster is the first
             # one, or the one with the first low pair.
-            weights = (1.0, _NARROW if multiple == width else _NARROW_OF_TWO, _LOW)
+            weights = (1.0, _NARROW, _LOW if multiple == width else _LOW_OF_TWO)
             ends = list(accumulate((whole, narrow, low)))
             busiest = max(_pairs(cluster, clusters, ends, weights) for cluster in (0, ends[1] % clusters))
             tilings.append(Tiling(width, multiple, whole, narrow, low, busiest))
