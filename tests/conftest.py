@@ -21,6 +21,7 @@ from torch._functorch import config as functorch_config  # noqa: E402
 from torch._inductor import config as inductor_config  # noqa: E402
 
 from tw_compile import peer_routes  # noqa: E402
+from tw_compile.planning import joint_tiles, plan  # noqa: E402
 from tw_compile.testing import GlooRanks, fake_process_group  # noqa: E402
 
 
@@ -164,3 +165,27 @@ def tw_log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     """Records of the ``tw_compile`` logger from DEBUG up."""
     caplog.set_level(logging.DEBUG, logger="tw_compile")
     return caplog
+
+
+@pytest.fixture
+def tiled_as_then(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Joint GEMMs are tiled as they were until 28 November 2026: no tile has columns of two matrices, or 160 columns.
+
+    What was measured until then is compared with what the planner says of that.
+    """
+    every = joint_tiles.of_width
+    widest = 1e-6  # of several
+    monkeypatch.setattr(joint_tiles, "WIDTHS", (256, 224, 192))
+    monkeypatch.setattr(joint_tiles, "_NARROW", 0.6)
+    monkeypatch.setattr(
+        joint_tiles.Tiling, "time", property(lambda one: one.pairs * (one.width + 16) - widest * one.width)
+    )
+    monkeypatch.setattr(
+        joint_tiles, "of_width", lambda *shape: [tiles for tiles in every(*shape) if tiles.multiple == tiles.width]
+    )
+    caches = joint_tiles.tiling, plan._evidence
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()

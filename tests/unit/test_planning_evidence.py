@@ -50,7 +50,7 @@ def test_no_choice_for_a_measured_layer_takes_two_percent_longer_than_the_other_
     assert held >= 7
 
 
-@pytest.mark.parametrize(("name", "least", "most"), [("H100", 0.0, 0.005), ("H200", 0.0, 0.005)])
+@pytest.mark.parametrize(("name", "least", "most"), [("H100", 0.0, 0.008), ("H200", 0.0, 0.003)])
 def test_the_margin_is_how_much_too_optimistic_predicted_gains_are(name: str, least: float, most: float) -> None:
     profile = load_profile(name)
     known = evidence(profile)
@@ -160,6 +160,7 @@ def windows_us(plan: Plan) -> float:
     return sum(window.us for window in plan.windows)
 
 
+@pytest.mark.usefixtures("tiled_as_then")
 def test_halves_of_different_sizes_take_longer_than_their_windows() -> None:
     """By as much as measured layers did on average, but for one whose GEMMs are too short for the power limit."""
     slopes, short = [], []

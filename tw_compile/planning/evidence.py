@@ -107,14 +107,15 @@ class CheckedEstimates:
 
 
 ESTIMATES: Mapping[tuple[str, str, str], CheckedEstimates] = {
-    ("sm90", "stream", ""): CheckedEstimates(21, 0.014, 0.002, 0.067),
-    ("sm90", "host", "host-memory"): CheckedEstimates(7, 0.0, -0.089, -0.117),
+    ("sm90", "stream", ""): CheckedEstimates(21, 0.014, 0.001, 0.067),
+    ("sm90", "host", "host-memory"): CheckedEstimates(7, 0.0, -0.090, -0.118),
 }
 """By device class, kernel or transport, and link: estimates that two calibrations of H100 gave, with H100 taken for unknown.
 
 The files are ``2026-11-25-2xh100-calibrated-choices.json`` and ``2026-11-26-4xh100-calibrated-tp4.json`` of
 ``benchmarks/results``. They are not installed, so the numbers are kept here, and ``test_planning_estimates.py`` computes them
-again. A layer counts with the calibration of as many ranks as it has, which is what a node of that size would go by.
+again, with tiles of joint GEMMs as they were when the layers were measured. A layer counts with the calibration of as many
+ranks as it has, which is what a node of that size would go by.
 """
 
 
