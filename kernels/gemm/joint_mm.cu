@@ -64,6 +64,7 @@ inline constexpr int STAGE_BYTES = 2 * HALF_A + 2 * HALF_B;
 inline constexpr int STAGES = 225 * 1024 / STAGE_BYTES;
 inline constexpr uint16_t BOTH = 3;
 inline constexpr int MOST_BOXES = GATED ? 2 : 4;  // of columns, that a CTA loads into a stage
+static_assert(GATED || COLUMNS / 32 <= 2 * MOST_BOXES, "a box has 32 columns at least");
 #if FED
 static_assert(FED_BLOCK == TILE_ROWS, "a tile lies in one block");
 static_assert(FED_THREADS * FED_PIECES * FED_PIECE <= STAGES * STAGE_BYTES, "rows are sent through the stages");

@@ -509,7 +509,7 @@ def test_attention_is_joined_where_cutting_it_is_predicted_slower() -> None:
     layer = dataclasses.replace(dense(512, 8192, 1, 1), o_proj=Gemm("o_proj", 512, 128))
     slow = dataclasses.replace(H200, attention={"flash": AttentionRates(20.0, 20.0, 2.0, 4096)})
     links = {"nccl": AllReduceTimes("two_shot", 15.0, 50.0)}
-    stream = dataclasses.replace(H200.fused["stream"], ctas=(4, 16), row_us=0.3)
+    stream = dataclasses.replace(H200.fused["stream"], ctas=(4, 16), row_us=0.4)
     slow = dataclasses.replace(slow, fused={"stream": stream}, all_reduce=links)
     plan = plan_layer(slow, layer, 8192, min_gain=0.0)
     assert plan.mode is Mode.JOIN

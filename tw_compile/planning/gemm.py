@@ -32,6 +32,9 @@ OWN_DEPTH = 64
 """Our kernel takes depths that are multiples of this, and columns that are multiples of its tile's."""
 CLUSTER = 2
 """CTAs of grouped GEMMs that compute rows of the same expert side by side."""
+POWER_LIMITED = 1.1
+"""At the power limit a joint GEMM's columns take so many times as long, and tiles' edges nothing. So tiles of 256 columns take
+as long as edges, which are fitted, say."""
 CERTAIN = 6.0
 """Events that are this many standard deviations away are taken to happen always or never."""
 
@@ -168,7 +171,9 @@ def _joint_time(profile: DeviceProfile, gemm: Gemm, tokens: int, sms: int) -> Ge
     rates = profile.gemm
     joint = tiling(tokens, gemm.joint, _slots(sms))
     tile = Tile(GROUPED_TILE.rows, joint.width)
-    us = joint.pairs * (rates.tile_us + _depth_us(rates, gemm, tile))
+    depth_us = _depth_us(rates, gemm, tile)
+    limited_us = POWER_LIMITED * depth_us * tile.columns / (tile.columns + rates.edge)
+    us = joint.first * (rates.tile_us + depth_us) + (joint.pairs - joint.first) * limited_us
     tiles = CLUSTER * (joint.whole + joint.narrow + joint.low)
     return GemmTime(sms, tile, tiles, math.ceil(joint.pairs), profile.launch_us + _limited_us(rates, gemm, tokens, us))
 

@@ -20,10 +20,10 @@ BOX = 32
 PAIR_ROWS = 256
 MOST_JOINT = 3
 """The most matrices that the kernel takes."""
-_EDGE, _EDGES = 24, 4
-"""A cluster's first _EDGES pairs cost as much as if their tiles were _EDGE columns wider. A GPU with more to do is at its power
-limit. Then it gains from each pause."""
-_NARROW, _LOW, _LOW_OF_TWO = 0.65, 0.65, 0.7
+_EDGE, _FIRST = 20, 4
+"""A cluster's first _FIRST pairs cost as much as if their tiles were _EDGE columns wider. A GPU with more to do is at its power
+limit. Then it gains from each pause, and edges cost nothing."""
+_NARROW, _LOW, _LOW_OF_TWO = 0.62, 0.55, 0.65
 """The time of a narrow and of a low pair, as a share of that of a whole pair. The last number is for low pairs whose tiles may
 have columns of two matrices, as more boxes are loaded for them. All these numbers are fitted to GEMMs of an H200
 (``benchmarks/split-notes.md``, "GEMMs of one input")."""
@@ -50,9 +50,14 @@ class Tiling:
     pairs: float
 
     @property
+    def first(self) -> float:
+        """Those of ``pairs`` that are computed before the GPU is at its power limit."""
+        return min(self.pairs, _FIRST)
+
+    @property
     def time(self) -> float:
         """The busiest cluster's time, in columns of whole tiles."""
-        return self.pairs * self.width + min(self.pairs, _EDGES) * _EDGE
+        return self.pairs * self.width + self.first * _EDGE
 
 
 def begins(columns: Iterable[int], multiple: int) -> list[int]:
@@ -69,7 +74,7 @@ def tiles_beside(columns: Iterable[int], width: int, multiple: int) -> int:
 def tiling(rows: int, columns: tuple[int, ...], clusters: int) -> Tiling:
     """The fastest tiling for ``rows`` rows and matrices of ``columns`` columns; ``rows`` and ``clusters`` are positive.
 
-    Of several, it is the one with the fewest pairs, as these leave more of the memory's rate and of the power to each other.
+    Of several that are as fast it is the one with the fewest pairs. Fewer pairs take less of the memory's rate, and less power.
     """
     tilings = (candidate for width in WIDTHS for candidate in of_width(rows, columns, clusters, width))
     return min(tilings, key=lambda tiles: (tiles.time, tiles.whole + tiles.narrow + tiles.low))
@@ -90,7 +95,7 @@ def of_width(rows: int, columns: Sequence[int], clusters: int, width: int) -> li
         can_be_narrow = multiple == width or width % (2 * BOX) == 0
         for whole in dict.fromkeys((pairs, full, max(full - clusters, 0)) if can_be_narrow else (pairs,)):
             narrow = 2 * (pairs - whole)
-            # Longer pairs come first. Whole pairs fill waves, or all other pairs are low. So the busiest cluster is the first
+            # Whole pairs come first. They fill waves, or all other pairs are low. So the busiest cluster is the first
             # one, or the one with the first low pair.
             weights = (1.0, _NARROW, _LOW if multiple == width else _LOW_OF_TWO)
             ends = list(accumulate((whole, narrow, low)))
