@@ -78,7 +78,6 @@ OPERANDS: dict[str, Changes] = {
     "loads all rows of low tiles": (("tile.low ? 1 : params.boxes_a", "params.boxes_a"),),
     "loads boxes that are not there": (("      if (box == own) break;\n", ""),),
     "loads the first box alone": (("if (box == own) break;", "if (box > 0) break;"),),
-    "loads three boxes of columns at most": (("GATED ? 2 : 4;", "3;"),),
     "loads the second rows over the first": (("load_tile(a + HALF_A", "load_tile(a"),),
     "second rows are the first": (("tile.row + TILE_ROWS / 2, full", "tile.row, full"),),
     "loads from the first matrix": ((MATRIX, "matrix = GATED ? rank : 0"),),
