@@ -142,7 +142,7 @@ DEVICE void fill_pair(
   const int32_t bytes = (tile.low ? 1 : 2) * HALF_A + (tile.narrow ? 1 : 2) * HALF_B;
   const int32_t boxes_a = tile.low ? 1 : params.boxes_a;
   const int32_t boxes_b = params.boxes_b / (tile.narrow ? 2 : 1), box_columns = COLUMNS / params.boxes_b;
-  // Each CTA loads half of the boxes of columns for both. CTA 0 loads one more if they are odd. Where they are is found here, once.
+  // Each CTA loads half of the boxes of columns for both. CTA 0 loads one more if they are odd. They are found here, once.
   const int32_t first = rank * ((boxes_b + 1) / 2), own = (rank ? boxes_b : boxes_b + 1) / 2;
   const TensorMap* maps[MOST_BOXES];
   int32_t columns[MOST_BOXES];
