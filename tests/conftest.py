@@ -172,7 +172,7 @@ def tw_log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 def tiled_as_then(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Joint GEMMs are tiled as they were until 28 November 2026: no tile has columns of two matrices, or 160 columns.
 
-    What was measured until then is compared with what the planner says of that.
+    A test uses this where it compares times that were measured then with the planner's.
     """
     every = joint_tiles.of_width
     preferred = 1e-6  # of several that are as fast the widest was chosen

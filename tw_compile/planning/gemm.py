@@ -33,8 +33,8 @@ OWN_DEPTH = 64
 CLUSTER = 2
 """CTAs of grouped GEMMs that compute rows of the same expert side by side."""
 POWER_LIMITED = 1.1
-"""At the power limit a joint GEMM's columns take so many times as long, and tiles' edges nothing. So tiles of 256 columns take
-as long as edges, which are fitted, say."""
+"""At the power limit a joint GEMM's columns take so many times as long, and tiles' edges take no time. Tiles of 256 columns
+then take what the fitted edges say, too."""
 CERTAIN = 6.0
 """Events that are this many standard deviations away are taken to happen always or never."""
 
