@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tw_compile import compat
-from tw_compile.kernels.collective import seam, transport
+from tw_compile.kernels.collective import residual_seam, seam, transport
 from tw_compile.kernels.collective.spec import Request, rows_per_rank, slice_of_whole_residual, whole_residual
 from tw_compile.kernels.epilogues import EPILOGUES
 from tw_compile.kernels.registry import load
@@ -38,7 +38,7 @@ class OneRank(transport.Transport):
         return transport.Started(hidden, h)
 
 
-def _own_rows(residual: torch.Tensor, group_name: str, dtype: torch.dtype) -> torch.Tensor:
+def _own_rows(residual: torch.Tensor, group_name: str, dtype: torch.dtype, sliced: bool = True) -> torch.Tensor:
     """With the others behind them, where this rank would otherwise have to do without."""
     world_size = compat.resolve_process_group(group_name).size()
     whole = residual.new_zeros(
@@ -50,7 +50,8 @@ def _own_rows(residual: torch.Tensor, group_name: str, dtype: torch.dtype) -> to
 
 def be_one_rank(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(transport.instances, "gloo", OneRank())
-    patch.setattr(seam, "own_rows", _own_rows)
+    for module in (seam, residual_seam):
+        patch.setattr(module, "own_rows", _own_rows)
 
 
 @pytest.fixture

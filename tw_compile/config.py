@@ -25,7 +25,7 @@ WHY_NOT_INT4 = (
 _MOST_DIGITS = 9
 _ABSORB_MM = ("auto", "always", "never")
 _FEED_MM = ("auto", "always", "never")
-_STEP_GRAPHS = ("off", "auto")
+_AUTO_OR_OFF = ("off", "auto")
 _SPLIT_GEMM_SMS = ("auto", "off")
 _PREFETCH = ("auto", "off")
 _CALIBRATE = ("auto", "stored", "off")
@@ -80,6 +80,9 @@ class Config:
         vllm_step_graphs: For vLLM only: whether steps of some numbers of tokens are captured as CUDA graphs at the start, with
             attention, where a step is measured to gain by it: ``auto`` or ``off``. It needs FlashAttention 3, graphs that vLLM
             captures itself, and 1 GiB of free memory.
+        vllm_sharded_residual: For vLLM only, in steps that run by pieces that end at attention: whether a piece hands the next
+            one a residual of which each rank has its own rows, ``auto``, or always all rows, ``off``. It needs CUDA graphs that
+            vLLM captures, as the host would have two more operators to launch for each layer.
         device_profile: The device that splits are planned for: ``auto`` takes the profile of the present device, else a name or
             a TOML file (``tw_compile.planning``), whatever the device and the transport are.
         wire: How rows travel between ranks: ``exact``, in codes of 8 bits (``int8``), or sums in 4 and results in
@@ -120,6 +123,7 @@ class Config:
     split_gemm_sms: str = "auto"
     vllm_layer_groups: int = 1
     vllm_step_graphs: str = "auto"
+    vllm_sharded_residual: str = "auto"
     device_profile: str = "auto"
     wire: str = EXACT
     wire_sites: str = "all"
@@ -158,7 +162,8 @@ class Config:
         self._check_prefetch()
         self._check_passes()
         self._check_count("vllm_layer_groups", "layers")
-        self._check_choice("vllm_step_graphs", _STEP_GRAPHS)
+        self._check_choice("vllm_step_graphs", _AUTO_OR_OFF)
+        self._check_choice("vllm_sharded_residual", _AUTO_OR_OFF)
         self._check_count("fuse_min_bytes", "bytes")
         if self.fuse_max_bytes is not None:
             self._check_count("fuse_max_bytes", "bytes")

@@ -6,7 +6,8 @@ are kept in float32: that costs no communication and saves a rounding at every s
 output, a refused site, another group, a sum of several residuals) the site shares all rows ("replicated"). If nothing
 reads ``h``, it is not kept ("none"). The two layouts have different shapes, so a graph can't mix them up unnoticed.
 
-A residual that one graph leaves to the next (``kernels/collective/seam.py``) also stays sharded, if both sides shard it.
+A residual that one graph leaves to the next (``kernels/collective/seam.py``, ``residual_seam.py``) also stays sharded, if both
+sides shard it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from tw_compile.graph.predicates import (
     value,
     views_and_casts_of,
 )
+from tw_compile.kernels.collective.residual_seam import enter_residual, leave_residual
 from tw_compile.kernels.collective.seam import enter_layers, leave_layers
 from tw_compile.kernels.collective.spec import ResidualOut
 from tw_compile.kernels.collective.transports import TRANSPORTS
@@ -54,18 +56,36 @@ class ResidualLayout:
 
 @dataclass(frozen=True)
 class Seam:
-    """Both seams of a graph: ``entered`` is the residual that it enters with, ``leave`` is the node that leaves a residual."""
+    """The seams of a graph.
+
+    ``entered`` is the residual that it enters with, and ``enter`` the node that enters. ``leave`` is the node that leaves
+    ``left``; both are None in a model's last graph, which may enter with rows that other graphs have left.
+    """
 
     entered: fx.Node
-    leave: fx.Node
+    enter: fx.Node
+    leave: fx.Node | None = None
+    left: fx.Node | None = None
+
+    @property
+    def group_names(self) -> tuple[object, object]:
+        """The groups of ranks that share the rows of what is entered, and of what is left."""
+        return self.enter.args[1], None if self.leave is None else self.leave.args[2]
 
 
 def find_seam(graph: fx.Graph) -> Seam | None:
-    """The seams of a graph. None for a graph without seams, and for the ends of a model, which have only one seam."""
+    """The seams of a graph. None for a graph without seams, and for the ends of a model where all tokens are left whole."""
     entered = [user for node in graph.find_nodes(op="call_function", target=enter_layers) for user in node.users]
     residuals = [user for user in entered if is_call(user, operator.getitem) and user.args[1] == 1]
     leaves = graph.find_nodes(op="call_function", target=leave_layers)
-    return Seam(residuals[0], leaves[0]) if len(residuals) == len(leaves) == 1 else None
+    if len(residuals) == len(leaves) == 1:
+        return Seam(residuals[0], residuals[0].args[0], leaves[0], leaves[0].args[1])  # type: ignore[arg-type]
+    enters = graph.find_nodes(op="call_function", target=enter_residual)
+    leaves = graph.find_nodes(op="call_function", target=leave_residual)
+    if len(enters) != 1 or len(leaves) > 1:
+        return None
+    leave = leaves[0] if leaves else None
+    return Seam(enters[0], enters[0], leave, None if leave is None else leave.args[0])
 
 
 def plan_layouts(
@@ -102,9 +122,10 @@ def plan_layouts(
     replaced = set().union(*(site.replaced() for site in sites))
     enters = next((site for site in sites if _enters(site, seam) and site.h not in whole_sums), None)
     leaves = next((site for site in sites if _leaves(site, seam) and site.h not in whole_sums), None)
-    spared = replaced if seam is None or leaves is None else {*replaced, seam.leave}
+    spared = replaced if seam is None or seam.leave is None or leaves is None else {*replaced, seam.leave}
     whole = {id(site) for site in sites if _needed_whole(site, spared, whole_reads)}
-    if enters is None or leaves is None or id(leaves) in whole:
+    is_last = seam is not None and seam.leave is None
+    if not is_last and (enters is None or leaves is None or id(leaves) in whole):
         if enters is not leaves:
             return plan_layouts(
                 sites, transports, wires=wires
@@ -139,14 +160,14 @@ def _enters(site: FusionSite, seam: Seam | None) -> bool:
     """Whether the residual that the graph enters with is the site's, and nothing but the site reads it."""
     if seam is None or list(site.residuals) != [seam.entered] or not set(seam.entered.users) <= set(site.replaced()):
         return False
-    return _rows_of(seam.entered, seam.entered.args[0].args[1], site)  # type: ignore[union-attr]
+    return _rows_of(seam.entered, seam.group_names[0], site)
 
 
 def _leaves(site: FusionSite, seam: Seam | None) -> bool:
     """Whether the site's residual is what the graph leaves to the next graph."""
-    if seam is None or site.stream is None or seam.leave.args[1] is not site.stream:
+    if seam is None or site.stream is None or seam.left is not site.stream:
         return False
-    return _rows_of(site.stream, seam.leave.args[2], site)
+    return _rows_of(site.stream, seam.group_names[1], site)
 
 
 def _rows_of(residual: fx.Node, group_name: object, site: FusionSite) -> bool:

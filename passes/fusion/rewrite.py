@@ -29,6 +29,7 @@ import torch.fx as fx
 from tw_compile import compat
 from tw_compile.graph.predicates import aten, is_call, is_view, makes_view, peel_views, same_size, value
 from tw_compile.kernels.collective import ops
+from tw_compile.kernels.collective.residual_seam import enter_residual, leave_residual
 from tw_compile.kernels.collective.seam import enter_layers, leave_layers
 from tw_compile.kernels.collective.spec import FP8
 from tw_compile.kernels.collective.wires import EXACT
@@ -157,8 +158,12 @@ class Rewriter:
                 self._enter_rows(inserted.site.residuals[0])
             if inserted.layout.left:
                 assert inserted.site.stream is not None
-                for leave in [user for user in inserted.site.stream.users if is_call(user, leave_layers)]:
-                    _change_arguments(leave, (leave.args[0], inserted.residual_rows, leave.args[2], True))
+                for leave in list(inserted.site.stream.users):
+                    if is_call(leave, leave_layers):
+                        _change_arguments(leave, (leave.args[0], inserted.residual_rows, leave.args[2], True))
+                    elif is_call(leave, leave_residual):
+                        tokens, group_name, _, after = leave.args[1:]
+                        _change_arguments(leave, (inserted.residual_rows, tokens, group_name, True, after))
             superfluous |= inserted.site.replaced()
         for node in reversed(list(self.graph.nodes)):
             if node in superfluous and not node.users:
@@ -171,8 +176,13 @@ class Rewriter:
 
     def _enter_rows(self, residual: fx.Node) -> None:
         """Let the graph enter with only those rows of ``residual`` that the rank owns."""
+        dtype = residual.meta["val"].dtype
+        if is_call(residual, enter_residual):
+            _change_arguments(residual, (*residual.args[:2], dtype))
+            residual.meta["val"] = self._inserter.fake(enter_residual, residual.args, {})
+            return
         (enter,) = residual.all_input_nodes
-        _change_arguments(enter, (*enter.args[:2], residual.meta["val"].dtype))
+        _change_arguments(enter, (*enter.args[:2], dtype))
         enter.meta["val"] = self._inserter.fake(enter_layers, enter.args, {})
         residual.meta["val"] = enter.meta["val"][1]
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.fx as fx
 from graph_builder import GraphBuilder, aten
 
+from tw_compile.kernels.collective.residual_seam import enter_residual, leave_residual
 from tw_compile.kernels.collective.seam import enter_layers, leave_layers
 from tw_compile.passes.fusion.find import FusionSite, find_sites
 from tw_compile.passes.fusion.layout import find_seam, plan_layouts
@@ -248,3 +249,58 @@ def test_one_site_is_whole_with_nccl() -> None:
     layers = Layers()
     layers.site()
     assert layers.ends(nccl=(0,)) == [(False, "replicated", False)]
+
+
+class Piece(Layers):
+    """A graph between two attentions: its residual alone comes from the one before and goes to the next."""
+
+    def __init__(self, group: str = "0", enters: bool = True) -> None:
+        Chain.__init__(self)
+        if enters:
+            self.stream = self.call(enter_residual, self.input(T, H), group)
+
+    def ends(
+        self, *outputs: fx.Node, group: str = "0", nccl: tuple[int, ...] = (), leaves: bool = True
+    ) -> list[tuple[bool, str, bool]]:
+        left = [self.call(leave_residual, self.stream, T, group, False, [self.normed[-1]])] if leaves else []
+        graph = self.output(*left, self.normed[-1], *outputs).graph
+        sites = [site for site in find_sites(graph) if isinstance(site, FusionSite)]
+        transports = ["nccl" if index in nccl else "p2p" for index in range(len(sites))]
+        layouts = plan_layouts(sites, transports, find_seam(graph))
+        return [(layout.entered, layout.out, layout.left) for layout in layouts]
+
+
+def test_pieces_hand_shards_to_each_other() -> None:
+    piece = Piece()
+    piece.site(), piece.site()
+    assert piece.ends() == [(True, "sharded", False), (False, "sharded", True)]
+    piece = Piece()
+    piece.site()
+    assert piece.ends() == [(True, "sharded", True)]
+
+
+def test_the_last_piece_takes_a_shard_and_the_first_one_leaves_none() -> None:
+    piece = Piece()
+    piece.site(), piece.site()
+    assert piece.ends(leaves=False) == [(True, "sharded", False), (False, "none", False)]
+    piece = Piece(enters=False)
+    piece.site()
+    assert piece.ends() == [(False, "replicated", False)]
+
+
+@pytest.mark.parametrize("which", ["entered", "left", "other group", "nccl"])
+def test_pieces_hand_on_all_rows_where_one_of_both_ends_needs_them(which: str) -> None:
+    other = dist.new_group([0, 1]).group_name
+    piece = Piece(other if which == "other group" else "0")
+    reader = [piece.call(aten.relu.default, piece.stream)] if which == "entered" else []
+    piece.site(), piece.site()
+    if which == "left":
+        reader = [piece.call(aten.relu.default, piece.stream)]
+    assert piece.ends(*reader, nccl=(1,) if which == "nccl" else ()) == WHOLE
+
+
+def test_the_last_piece_takes_all_rows_where_something_else_reads_them() -> None:
+    piece = Piece()
+    reader = piece.call(aten.relu.default, piece.stream)
+    piece.site(), piece.site()
+    assert piece.ends(reader, leaves=False) == [(False, "sharded", False), (False, "none", False)]

@@ -9,6 +9,11 @@ of half 1. Each graph begins and ends as a layer does in the middle of a model.
 Where a layer computes something behind its last sum, such as a norm before the residual is added, this sum has arrived:
 
     after:   start2 | wait2 | norm2 | return leave_done_halves(hidden2, residual2, hidden1, residual1)
+
+A graph between two attentions leaves a residual alone (``residual_seam.py``):
+
+    before:  wait1 | wait2 | ... | return cat(leave_residual(residual1), leave_residual(residual2)), others
+    after:   wait1 | wait2 | ... | return leave_residual_halves(residual1, residual2, ..., after=others), others
 """
 
 from __future__ import annotations
@@ -17,8 +22,9 @@ from typing import Any
 
 import torch.fx as fx
 
-from tw_compile.graph.predicates import aten, is_call
+from tw_compile.graph.predicates import aten, is_call, value
 from tw_compile.kernels.collective import ops
+from tw_compile.kernels.collective.residual_seam import leave_residual, leave_residual_halves
 from tw_compile.kernels.collective.seam import arrive_, enter_layers, leave_done_halves, leave_halves, leave_layers
 from tw_compile.passes.nodes import Inserter, annotation
 from tw_compile.passes.split.analysis.parts import half_of
@@ -31,6 +37,8 @@ def mend_seams(graph: fx.Graph) -> bool:
     Raises:
         ValueError: The graph leaves something else than two halves, or waits several times for the second half.
     """
+    if _leave_residuals(graph):
+        return True
     enters = [node for node in graph.nodes if is_call(node, enter_layers)]
     leaves = {half_of(node): node for node in graph.nodes if is_call(node, leave_layers)}
     if not enters or not leaves:
@@ -75,6 +83,30 @@ def _leave_done(graph: fx.Graph, first: fx.Node, second: fx.Node) -> None:
     joined.replace_all_uses_with(left)
     for node in reversed(replaced):
         graph.erase_node(node)
+
+
+def _leave_residuals(graph: fx.Graph) -> bool:
+    """Leave the halves of a residual instead of the value that joins them. Returns whether there are any."""
+    leaves = {half_of(node): node for node in graph.nodes if is_call(node, leave_residual)}
+    if set(leaves) != {1, 2}:
+        return False  # a model's last graph, or one that leaves all tokens
+    first, second = leaves[1], leaves[2]
+    joined, replaced, tokens = _joined(first, second)
+    output = graph.output_node()
+    others = [node for node in output.all_input_nodes if node is not joined and node.op != "placeholder"]
+    after = [node for node in others if value(node) is not None]
+    halves = (first.args[0], second.args[0], argument(first, "tokens"), tokens)
+    with graph.inserting_before(output):
+        left = Inserter(graph).call(
+            leave_residual_halves,
+            (*halves, argument(first, "group_name"), argument(first, "sharded"), after),
+            noted=annotation(joined),
+            result=joined.meta["val"],
+        )
+    joined.replace_all_uses_with(left)
+    for node in reversed(replaced):
+        graph.erase_node(node)
+    return True
 
 
 def _joined(first: fx.Node, second: fx.Node) -> tuple[fx.Node, list[fx.Node], Any]:

@@ -9,10 +9,11 @@ import torch.fx as fx
 
 from tw_compile.graph.predicates import is_call, operator_name, same_size
 from tw_compile.kernels.collective import ops
+from tw_compile.kernels.collective.residual_seam import enter_residual, leave_residual
 from tw_compile.kernels.collective.seam import enter_layers, leave_layers
 from tw_compile.passes.operators import AllGatherOperator, AllReduceOperator, declared_as
 from tw_compile.passes.reasons import JoinReason
-from tw_compile.passes.split.analysis.layout import HalfIndex, Local, Rows, RowWise, Slice, Verdict
+from tw_compile.passes.split.analysis.layout import HalfIndex, HalfSize, Local, Rows, RowWise, Slice, Verdict
 from tw_compile.passes.split.rules.registry import OperatorCall, token_rule
 
 
@@ -114,6 +115,31 @@ def _leave_layers(call: OperatorCall) -> Verdict:
     if hidden is None or not _of_tokens(hidden) or not isinstance(of_half, Rows) or not of_half.same_as(hidden):
         return call.join(JoinReason.RESIDUAL_SHARDS)
     return RowWise(hidden)
+
+
+@token_rule(enter_residual)
+def _enter_residual(call: OperatorCall) -> Verdict:
+    """As :func:`_enter_layers`."""
+    rows = call.rows(call.argument("left"))
+    if rows is None or not _of_tokens(rows):
+        return call.join(JoinReason.RESIDUAL_SHARDS)
+    sharded = call.argument("rows_dtype") is not None
+    return RowWise(Local("shard", call.node, rows) if sharded else rows)
+
+
+@token_rule(leave_residual)
+def _leave_residual(call: OperatorCall) -> Verdict:
+    """As :func:`_leave_layers`. What a half leaves behind (``after``) is for :mod:`~tw_compile.passes.split.rewrite.seams`."""
+    if not any(is_call(node, enter_residual) for node in call.node.graph.nodes):
+        return call.join(JoinReason.LEFT_WHOLE)
+    for other in call.argument("after"):
+        call.layout(other)
+    residual = call.layout(call.argument("residual"))
+    rows = residual.rows if isinstance(residual, Local) and residual.role == "shard" else residual
+    if not isinstance(rows, Rows) or not _of_tokens(rows):
+        return call.join(JoinReason.RESIDUAL_SHARDS)
+    args, kwargs = call.with_arguments(tokens=HalfSize(rows.per_unit), after=[])
+    return RowWise(rows, {}, args, kwargs)
 
 
 def _of_tokens(rows: Rows) -> bool:

@@ -116,7 +116,7 @@ def _sew(graph: fx.Graph, norm: fx.Node) -> fx.Node | None:
     """
     hidden, residual = _results(graph, norm)
     like, other = (node.meta.get("example_value") for node in (hidden, residual))
-    group_names = {_group_name(node) for node in graph.nodes if name_of_call(node) == ALL_REDUCE.name}
+    group_names = {group_name_of(node) for node in graph.nodes if name_of_call(node) == ALL_REDUCE.name}
     if not isinstance(like, FakeTensor) or not isinstance(other, FakeTensor) or len(group_names) != 1:
         return None
     if like.dtype != other.dtype or not same_shape(like, other):
@@ -175,7 +175,7 @@ def _identity(part: fx.Graph) -> str:
     return "\n".join(lines)
 
 
-def _group_name(all_reduce: fx.Node) -> Any:
+def group_name_of(all_reduce: fx.Node) -> Any:
     return all_reduce.kwargs.get("group_name", all_reduce.args[1] if len(all_reduce.args) > 1 else None)
 
 

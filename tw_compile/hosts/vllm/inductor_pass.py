@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.fx as fx
 from vllm import __version__ as vllm_version
+from vllm.compilation.partition_rules import should_split
 from vllm.compilation.passes.inductor_pass import InductorPass, get_pass_context
 from vllm.distributed import parallel_state
 from vllm.forward_context import get_forward_context, is_forward_context_available
@@ -35,6 +36,7 @@ from tw_compile.hosts.vllm.operators import ATTENTION
 from tw_compile.hosts.vllm.options import switched_off, vllm_config
 from tw_compile.hosts.vllm.plan import Engine, observed
 from tw_compile.hosts.vllm.reasons import GroupRefusal, WholeAttention
+from tw_compile.hosts.vllm.residual_seams import sew_residuals, without_seams
 from tw_compile.hosts.vllm.state import called_operator, state_operator
 from tw_compile.hosts.vllm.ways import Way, way_to_compile
 from tw_compile.kernels.collective.transport import group_facts
@@ -149,7 +151,7 @@ class VllmPass(InductorPass):
         logger.info("tw_compile: attention of %d tokens and more is not split, %s: %s", least_tokens, *refused)
         return HostAttention.ONCE
 
-    def before_split(self, graph: fx.GraphModule) -> None:
+    def before_split(self, backend: Any, graph: fx.GraphModule) -> None:
         """Prepare the graph of a whole model, so that its pieces can be fused. What it computes stays the same to the bit."""
         refused = self.engine is not None and self.engine.refusal() is not None
         if refused or not self.config.fuse or switched_off(os.environ):
@@ -157,6 +159,14 @@ class VllmPass(InductorPass):
         count = write_no_buffers(graph)
         if count:
             logger.info("tw_compile: %d sums go to their norms directly, where the model copies them to buffers", count)
+        compilation = backend.compilation_config
+        if self.config.vllm_sharded_residual == "off" or self.engine is None or not self.engine.captured_tokens:
+            return
+        if backend.is_encoder or self.engine.one_graph or compilation.pass_config.enable_sp:
+            return
+        operators = compilation.splitting_ops or []
+        count = sew_residuals(graph, lambda node: should_split(node, operators))
+        logger.info("tw_compile: pieces hand each other their own rows of %d residuals, where these are fused", count)
 
     def behind_split(self, backend: Any, graph: fx.GraphModule, example_inputs: Sequence[Any], function: Any) -> Any:
         """``function``, which vLLM made of ``graph``, with another way to run long steps, and with graphs of short ones."""
@@ -171,7 +181,7 @@ class VllmPass(InductorPass):
         if captures and (scale := scale_of_all_tokens(graph.graph)):
             logger.info("tw_compile: no steps as CUDA graphs: %s makes one scale of all tokens", scale)
             captures, short = False, None
-        layers = self.config.vllm_layer_groups
+        layers, graph = self.config.vllm_layer_groups, without_seams(graph)
         ranges, tried = self._ranges() if self.long_ranges else ((), ())
         return add_long_steps(backend, graph, example_inputs, function, ranges, layers, tried, short, captures)
 

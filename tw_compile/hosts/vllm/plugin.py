@@ -145,7 +145,7 @@ def _wrap_backend() -> None:
         inside = compilation.inductor_compile_config.get(current_platform.pass_key)
         try:
             if hasattr(inside, "before_split"):
-                inside.before_split(graph)
+                inside.before_split(self, graph)
         except Exception as error:
             _failed(error, "vLLM's graph", inside.config.strict)
         function = original(self, graph, example_inputs)

@@ -1,0 +1,103 @@
+"""Residuals that cross vLLM's cuts at attention. In the graph of a whole model, one piece leaves each, and another enters it.
+
+    hidden, residual = fused_add_rms_norm(...)     in the piece before attention
+    left = leave_residual(residual, ...)           at its end
+    residual = enter_residual(left)                in the piece behind attention
+    fused_add_rms_norm(sum, residual, ...)
+
+A piece does not know who reads its results, so each rank would have to send its rows of the residual to the others. The graph
+of the whole model shows all readers (``kernels/collective/residual_seam.py``).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from tw_compile.hosts.vllm.groups import group_name_of, name_of_call
+from tw_compile.hosts.vllm.operators import ADD_NORM, ALL_REDUCE
+from tw_compile.kernels.collective.residual_seam import enter_residual, leave_residual
+
+_RESIDUAL = 1
+"""The number of the residual among the arguments of vLLM's norm with an addition."""
+
+
+def sew_residuals(graph: fx.GraphModule, cuts: Callable[[fx.Node], bool]) -> int:
+    """Let residuals that cross a cut be left and entered. Returns their number.
+
+    ``graph`` is Dynamo's. ``cuts``: whether vLLM has a piece begin and end at a node. A residual is sewn only if one norm reads
+    it behind the cut, and nothing else does.
+    """
+    piece = _pieces(graph.graph, cuts)
+    group_names = {group_name_of(node) for node in graph.graph.nodes if name_of_call(node) == ALL_REDUCE.name}
+    if len(group_names) != 1:
+        return 0
+    (group_name,) = group_names
+    norms = [node for node in graph.graph.nodes if name_of_call(node) == ADD_NORM.name]
+    sewn = sum(_sew(graph.graph, norm, piece, group_name) for norm in norms)
+    if sewn:
+        graph.recompile()
+    return sewn
+
+
+def without_seams(graph: fx.GraphModule) -> fx.GraphModule:
+    """A copy of ``graph`` in which residuals go to their readers directly."""
+    renamed: dict[fx.Node, fx.Node] = {}
+    copied = fx.Graph()
+    copied.output(copied.graph_copy(graph.graph, renamed))
+    for enter in copied.find_nodes(op="call_function", target=enter_residual):
+        (leave,) = enter.all_input_nodes
+        enter.replace_all_uses_with(leave.args[0])
+        copied.erase_node(enter)
+        copied.erase_node(leave)
+    return fx.GraphModule(graph, copied)
+
+
+def _pieces(graph: fx.Graph, cuts: Callable[[fx.Node], bool]) -> dict[fx.Node, int]:
+    """For each node a number that is equal for nodes of one piece, and grows from piece to piece."""
+    piece: dict[fx.Node, int] = {}
+    number = 0
+    for node in graph.nodes:
+        cut = cuts(node)
+        number += cut
+        within = node.args[0] if node.target is operator.getitem else None
+        piece[node] = piece[within] if isinstance(within, fx.Node) else number
+        number += cut
+    return piece
+
+
+def _sew(graph: fx.Graph, norm: fx.Node, piece: dict[fx.Node, int], group_name: Any) -> bool:
+    residual = norm.args[_RESIDUAL] if len(norm.args) > _RESIDUAL else None
+    if not isinstance(residual, fx.Node) or residual.op == "placeholder" or piece[residual] == piece[norm]:
+        return False
+    here, like = piece[residual], residual.meta.get("example_value")
+    if not isinstance(like, FakeTensor) or like.dim() != 2 or norm.all_input_nodes.count(residual) != 1:
+        return False
+    if any(piece[user] != here for user in residual.users if user is not norm):
+        return False
+    end = next(node for node in graph.nodes if piece[node] > here and node.target is not operator.getitem)
+    crossing = [node for node in piece if piece[node] == here and any(piece[user] > here for user in node.users)]
+    others = [
+        node for node in crossing if node is not residual and isinstance(node.meta.get("example_value"), torch.Tensor)
+    ]
+    if not others or any(node > end for node in (*others, residual)):
+        return False  # nothing would keep the residual's memory until its piece ends
+    with graph.inserting_before(end):
+        tokens: fx.Node | int = like.shape[0]
+        if isinstance(like.shape[0], torch.SymInt):
+            tokens = graph.call_function(torch.ops.aten.sym_size.int, (residual, 0))
+            tokens.meta["example_value"] = like.shape[0]
+            piece[tokens] = here
+        leave = graph.call_function(leave_residual, (residual, tokens, group_name, False, others))
+    with graph.inserting_before(norm):
+        enter = graph.call_function(enter_residual, (leave, group_name))
+    with like.fake_mode:
+        leave.meta["example_value"], enter.meta["example_value"] = torch.empty_like(like), torch.empty_like(like)
+    piece[leave], piece[enter] = here, piece[norm]
+    norm.replace_input_with(residual, enter)
+    return True
