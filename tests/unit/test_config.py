@@ -64,6 +64,7 @@ CHANGED: dict[str, Any] = {
     "split_gemm_sms": "off",
     "vllm_layer_groups": 0,
     "vllm_step_graphs": "off",
+    "vllm_sharded_residual": "off",
     "device_profile": "H200",
     "wire": "int8",
     "wire_sites": "mlp",

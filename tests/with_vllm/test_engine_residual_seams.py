@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.fx as fx
-from fake_vllm import MAX_TOKENS, engine_config, llama, middle_pieces
+from fake_vllm import LAYERS, MAX_TOKENS, engine_config, llama, middle_pieces
 from one_rank import one_rank  # noqa: F401
 
 from tw_compile import collect_reports
@@ -81,3 +81,58 @@ def test_halves_go_on_as_halves(folder: Path, graphs: list[fx.Graph]) -> None:
     assert len(of_name(last, "enter_residual")) == 2
     for one, other in zip(found, whole, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_long_steps_run_by_groups_that_are_cut_from_the_graph_without_seams(
+    folder: Path, graphs: list[fx.Graph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tw_compile.hosts.vllm.plan.MOST_SHORT_TOKENS", 23)
+    short = {"cudagraph_capture_sizes": [1, 23]}
+    with llama(engine(folder, short, vllm_sharded_residual="off", vllm_step_graphs="off")) as model:
+        whole = [model(count) for count in COUNTS]
+    seen = len(graphs)
+    with llama(engine(folder, short, vllm_step_graphs="off")) as model:
+        found = [model(count) for count in COUNTS]
+    *pieces, head, group = graphs[seen:]
+    assert seen == len(pieces) + 2 and all(
+        of_name(graph, "enter_residual") or of_name(graph, "leave_residual") for graph in pieces
+    )
+    assert not any(of_name(graph, name) for graph in (head, group) for name in ("enter_residual", "leave_residual"))
+    assert len(of_name(group, "enter_layers")) == 1
+    for one, other in zip(found, whole, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("compilation", "why"),
+    [({"cudagraph_mode": "NONE"}, "the host would launch more"), ({"use_inductor_graph_partition": True}, "one graph")],
+)
+def test_nothing_is_sewn_where_nothing_is_cut_or_captured(
+    folder: Path, graphs: list[fx.Graph], compilation: dict[str, Any], why: str
+) -> None:
+    with llama(engine(folder, compilation)) as model:
+        model(MAX_TOKENS)
+    assert graphs and not any(of_name(graph, "leave_residual") for graph in graphs), why
+
+
+def test_a_residual_that_something_else_reads_behind_attention_is_not_sewn(
+    folder: Path, graphs: list[fx.Graph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a draft's model is given states of some layers: the second layer's residual is returned, too."""
+    from vllm.model_executor.models.llama import LlamaDecoderLayer
+
+    original, seen = LlamaDecoderLayer.forward, []
+
+    def forward(self: Any, positions: Any, hidden: Any, residual: Any) -> Any:
+        hidden, left = original(self, positions, hidden, residual)
+        if len(seen) % LAYERS == 1:
+            hidden = hidden + 0 * residual  # the residual before this layer's attention
+        seen.append(self)
+        return hidden, left
+
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", forward)
+    with llama(engine(folder)) as model:
+        found = model(MAX_TOKENS)
+    counts = [(len(of_name(graph, "enter_residual")), len(of_name(graph, "leave_residual"))) for graph in graphs]
+    assert (0, 1) in counts and (1, 0) in counts and sum(map(sum, counts)) < 2 * LAYERS
+    assert torch.isfinite(found).all() and residual_seam.left_now is None

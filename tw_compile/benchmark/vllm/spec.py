@@ -24,13 +24,14 @@ EXTENSION_WITHOUT_ALL_REDUCES = "tw_compile.benchmark.vllm.no_communication.Work
 FUSE, SPLIT = "fuse", "fuse+split"
 WIRE_MIN_BYTES = 2**20
 """Messages from this size on have the wire of a variant, over any transport. A decode step's are smaller, and stay exact."""
-GEMMS_APART, NO_GRAPHS = "fuse-gemms-apart", "fuse+split-no-graphs"
+GEMMS_APART, NO_GRAPHS, WHOLE_RESIDUAL = "fuse-gemms-apart", "fuse+split-no-graphs", "fuse+split-whole-residual"
 NO_COMMUNICATION = "no-communication"
 WITHOUT_FLASHINFER, WITH_FLASHINFER = "off-no-flashinfer", "fuse+split-flashinfer"
 """vLLM alone without its fusion by FlashInfer, and the passes behind that fusion. For all but controls vLLM's default holds."""
-_ON_REQUEST = (GEMMS_APART, NO_GRAPHS, NO_COMMUNICATION, WITHOUT_FLASHINFER, WITH_FLASHINFER)
-"""Variants that take part only where ``--only`` names them. They show what joined GEMMs gain, what graphs of long steps gain,
-how fast vLLM would be if its all_reduces took no time, and what FlashInfer's fusion gains and withholds."""
+_ON_REQUEST = (GEMMS_APART, NO_GRAPHS, WHOLE_RESIDUAL, NO_COMMUNICATION, WITHOUT_FLASHINFER, WITH_FLASHINFER)
+"""Variants that take part only where ``--only`` names them. They show what joined GEMMs gain, what graphs of steps gain, what
+pieces gain that hand each other a rank's rows of the residual, how fast vLLM would be if its all_reduces took no time, and what
+FlashInfer's fusion gains and withholds."""
 OTHER_ALL_REDUCE = "off-nccl"
 _NEED_PEERS = (OTHER_ALL_REDUCE, WITHOUT_FLASHINFER, WITH_FLASHINFER)
 """These are left out where peer access is left unused. All variants then have NCCL's all_reduce, and none has FlashInfer's
@@ -80,6 +81,7 @@ VARIANTS = (
     EngineVariant(GEMMS_APART, "ours", _ON, _options(split="off", disable_passes="join_gemms")),
     EngineVariant(SPLIT, "ours", _ON, _options(split="auto")),
     EngineVariant(NO_GRAPHS, "ours", _ON, _options(split="auto", vllm_step_graphs="off")),
+    EngineVariant(WHOLE_RESIDUAL, "ours", _ON, _options(split="auto", vllm_sharded_residual="off")),
     EngineVariant(f"{SPLIT}-pieces", "ours", _ON, _options(split="auto", vllm_layer_groups=0)),
     EngineVariant(WITH_FLASHINFER, "ours", _ON, _options(split="auto") | _flashinfer(True)),
     EngineVariant(WITHOUT_FLASHINFER, "control", arguments=_flashinfer(False)),

@@ -31,18 +31,23 @@ def sew_residuals(graph: fx.GraphModule, cuts: Callable[[fx.Node], bool]) -> int
     """Let residuals that cross a cut be left and entered. Returns their number.
 
     ``graph`` is Dynamo's. ``cuts``: whether vLLM has a piece begin and end at a node. A residual is sewn only if one norm reads
-    it behind the cut, and nothing else does.
+    it behind the cut, and nothing else does. At most one residual is left at a time, so the one before must be entered first.
     """
     piece = _pieces(graph.graph, cuts)
     group_names = {group_name_of(node) for node in graph.graph.nodes if name_of_call(node) == ALL_REDUCE.name}
     if len(group_names) != 1:
         return 0
     (group_name,) = group_names
-    norms = [node for node in graph.graph.nodes if name_of_call(node) == ADD_NORM.name]
-    sewn = sum(_sew(graph.graph, norm, piece, group_name) for norm in norms)
+    sewn: list[fx.Node] = []
+    for norm in [node for node in graph.graph.nodes if name_of_call(node) == ADD_NORM.name]:
+        residual = norm.args[_RESIDUAL] if len(norm.args) > _RESIDUAL else None
+        if not isinstance(residual, fx.Node) or (sewn and not _is_behind(residual, sewn[-1], piece)):
+            continue
+        if _sew(graph.graph, norm, residual, piece, group_name):
+            sewn.append(norm)
     if sewn:
         graph.recompile()
-    return sewn
+    return len(sewn)
 
 
 def without_seams(graph: fx.GraphModule) -> fx.GraphModule:
@@ -52,9 +57,11 @@ def without_seams(graph: fx.GraphModule) -> fx.GraphModule:
     copied.output(copied.graph_copy(graph.graph, renamed))
     for enter in copied.find_nodes(op="call_function", target=enter_residual):
         (leave,) = enter.all_input_nodes
-        enter.replace_all_uses_with(leave.args[0])
-        copied.erase_node(enter)
-        copied.erase_node(leave)
+        residual, tokens, *_ = leave.args
+        enter.replace_all_uses_with(residual)
+        for node in (enter, leave, tokens):
+            if isinstance(node, fx.Node) and not node.users:
+                copied.erase_node(node)
     return fx.GraphModule(graph, copied)
 
 
@@ -71,9 +78,21 @@ def _pieces(graph: fx.Graph, cuts: Callable[[fx.Node], bool]) -> dict[fx.Node, i
     return piece
 
 
-def _sew(graph: fx.Graph, norm: fx.Node, piece: dict[fx.Node, int], group_name: Any) -> bool:
-    residual = norm.args[_RESIDUAL] if len(norm.args) > _RESIDUAL else None
-    if not isinstance(residual, fx.Node) or residual.op == "placeholder" or piece[residual] == piece[norm]:
+def _is_behind(residual: fx.Node, norm: fx.Node, piece: dict[fx.Node, int]) -> bool:
+    """Whether ``residual`` is in a later piece than ``norm``, or is computed from what ``norm`` computes, in the same one."""
+    if piece[residual] != piece[norm]:
+        return piece[residual] > piece[norm]
+    seen, rest = set[fx.Node](), [residual]
+    while rest:
+        node = rest.pop()
+        if node not in seen and piece[node] == piece[norm]:
+            seen.add(node)
+            rest += node.all_input_nodes
+    return norm in seen
+
+
+def _sew(graph: fx.Graph, norm: fx.Node, residual: fx.Node, piece: dict[fx.Node, int], group_name: Any) -> bool:
+    if residual.op == "placeholder" or piece[residual] == piece[norm]:
         return False
     here, like = piece[residual], residual.meta.get("example_value")
     if not isinstance(like, FakeTensor) or like.dim() != 2 or norm.all_input_nodes.count(residual) != 1:
