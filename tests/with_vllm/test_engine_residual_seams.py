@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import operator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.fx as fx
-from fake_vllm import LAYERS, MAX_TOKENS, engine_config, llama, middle_pieces
+from fake_vllm import HIDDEN, MAX_TOKENS, engine_config, llama, middle_pieces
 from one_rank import one_rank  # noqa: F401
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tw_compile import collect_reports
 from tw_compile.graph.predicates import operator_name
+from tw_compile.hosts.vllm.residual_seams import sew_residuals, without_seams
 from tw_compile.kernels.collective import residual_seam
+from tw_compile.kernels.collective.residual_seam import enter_residual
 
 pytestmark = pytest.mark.usefixtures("groups", "one_rank", "cold", "wide_residuals")
 
@@ -115,24 +119,80 @@ def test_nothing_is_sewn_where_nothing_is_cut_or_captured(
     assert graphs and not any(of_name(graph, "leave_residual") for graph in graphs), why
 
 
-def test_a_residual_that_something_else_reads_behind_attention_is_not_sewn(
-    folder: Path, graphs: list[fx.Graph], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where a draft's model is given states of some layers: the second layer's residual is returned, too."""
-    from vllm.model_executor.models.llama import LlamaDecoderLayer
+class Dynamo:
+    """A graph as vLLM's backend gets it. ``tanh`` stands for attention, at which vLLM cuts."""
 
-    original, seen = LlamaDecoderLayer.forward, []
+    def __init__(self) -> None:
+        self.graph, self.mode = fx.Graph(), FakeTensorMode()
 
-    def forward(self: Any, positions: Any, hidden: Any, residual: Any) -> Any:
-        hidden, left = original(self, positions, hidden, residual)
-        if len(seen) % LAYERS == 1:
-            hidden = hidden + 0 * residual  # the residual before this layer's attention
-        seen.append(self)
-        return hidden, left
+    def add(self, target: Any, *args: Any) -> fx.Node:
+        node = self.graph.call_function(target, args)
+        given = fx.map_arg(args, lambda one: one.meta["example_value"])
+        with self.mode:
+            node.meta["example_value"] = target(*given)
+        return node
 
-    monkeypatch.setattr(LlamaDecoderLayer, "forward", forward)
-    with llama(engine(folder)) as model:
-        found = model(MAX_TOKENS)
-    counts = [(len(of_name(graph, "enter_residual")), len(of_name(graph, "leave_residual"))) for graph in graphs]
-    assert (0, 1) in counts and (1, 0) in counts and sum(map(sum, counts)) < 2 * LAYERS
-    assert torch.isfinite(found).all() and residual_seam.left_now is None
+    def input(self, *shape: int) -> fx.Node:
+        node = self.graph.placeholder(f"arg{len(self.graph.nodes)}")
+        with self.mode:
+            node.meta["example_value"] = torch.empty(shape, dtype=torch.bfloat16)
+        return node
+
+    def norm(self, x: fx.Node, residual: fx.Node, weight: fx.Node) -> tuple[fx.Node, fx.Node]:
+        summed = self.add(torch.ops.vllm.all_reduce, x, "tp:0")
+        both = self.add(torch.ops.vllm_ir.fused_add_rms_norm.default, summed, residual, weight, 1e-5)
+        return self.add(operator.getitem, both, 0), self.add(operator.getitem, both, 1)
+
+    def sewn(self, *outputs: fx.Node) -> int:
+        self.graph.output(outputs)
+        module = fx.GraphModule({}, self.graph)
+        before = [(node.target, node.name) for node in self.graph.nodes]
+        count = sew_residuals(module, lambda node: node.target is torch.tanh)
+        self.graph.lint()
+        without = [(node.target, node.name) for node in without_seams(module).graph.nodes]
+        assert without == before
+        assert len(self.graph.find_nodes(op="call_function", target=enter_residual)) == count
+        return count
+
+
+@pytest.fixture
+def dynamo() -> tuple[Dynamo, fx.Node, fx.Node, fx.Node]:
+    made = Dynamo()
+    return made, made.input(6, HIDDEN), made.input(6, HIDDEN), made.input(HIDDEN)
+
+
+def test_a_residual_that_one_norm_reads_behind_a_cut_is_sewn(dynamo: Any) -> None:
+    made, x, residual, weight = dynamo
+    for _ in range(3):
+        hidden, residual = made.norm(x, residual, weight)
+        x = made.add(torch.tanh, hidden)
+    hidden, _ = made.norm(x, residual, weight)
+    assert made.sewn(hidden) == 3
+
+
+@pytest.mark.parametrize("reader", ["behind the cut", "the caller"])
+def test_a_residual_with_another_reader_is_not_sewn(dynamo: Any, reader: str) -> None:
+    made, x, residual, weight = dynamo
+    hidden, residual = made.norm(x, residual, weight)
+    attended = made.add(torch.tanh, hidden)
+    other = made.add(torch.relu, residual) if reader == "behind the cut" else residual
+    hidden, _ = made.norm(attended, residual, weight)
+    assert made.sewn(hidden, other) == 0
+
+
+def test_a_residual_of_the_caller_or_of_the_same_piece_is_not_sewn(dynamo: Any) -> None:
+    made, x, given, weight = dynamo
+    attended = made.add(torch.tanh, x)
+    hidden, residual = made.norm(attended, given, weight)
+    hidden, _ = made.norm(hidden, residual, weight)
+    assert made.sewn(hidden) == 0
+
+
+def test_one_residual_is_left_at_a_time(dynamo: Any) -> None:
+    made, x, given, weight = dynamo
+    first, one = made.norm(x, given, weight)
+    second, other = made.norm(first, made.add(torch.neg, given), weight)
+    attended = made.add(torch.tanh, second)
+    hidden, _ = made.norm(attended, one, weight)
+    hidden, _ = made.norm(hidden, other, weight)
+    assert made.sewn(hidden) == 1
