@@ -194,6 +194,7 @@ def test_every_reason_is_explained() -> None:
         "vLLM groups": {*vllm.GroupRefusal},
         "vLLM FlashInfer": {*vllm.FlashInferShare},
         "vLLM attention": {*vllm.WholeAttention},
+        "vLLM residual": {*vllm.WholeResidual},
     }
 
 

@@ -15,7 +15,7 @@ from tw_compile.gating.gate import Gate
 from tw_compile.hosts.vllm import plan
 from tw_compile.hosts.vllm.doctor import examine
 from tw_compile.hosts.vllm.options import asked_options, host_of, switched_off, vllm_config
-from tw_compile.hosts.vllm.reasons import GroupRefusal, HostRefusal, WholeAttention
+from tw_compile.hosts.vllm.reasons import GroupRefusal, HostRefusal, WholeAttention, WholeResidual
 from tw_compile.hosts.vllm.settings import VllmSettings
 from tw_compile.models.config import load_config, tensor_parallel_plan
 from tw_compile.planning import DeviceProfile, LayerShape, Off, Plan, layer_shape, load_profile, plan_layer
@@ -399,6 +399,25 @@ def test_attention_of_steps_with_cuda_graphs_stays_whole() -> None:
     assert engine.whole_attention() is None and engine.whole_attention(513) is None
     whole = engine.whole_attention(512)
     assert whole is not None and whole[0] == WholeAttention.CUDA_GRAPHS
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "given", "reason"),
+    [
+        ({}, {"vllm_sharded_residual": "off"}, (False, False), WholeResidual.NOT_ASKED_FOR),
+        ({"captured_tokens": 0}, {}, (False, False), WholeResidual.NOT_CAPTURED),
+        ({"one_graph": True}, {}, (False, False), WholeResidual.ONE_GRAPH),
+        ({}, {}, (True, False), WholeResidual.SEQUENCE_PARALLEL),
+        ({}, {}, (False, True), WholeResidual.ENCODER),
+    ],
+)
+def test_engines_whose_pieces_hand_on_all_rows_of_the_residual(
+    change: dict[str, Any], options: dict[str, Any], given: tuple[bool, bool], reason: WholeResidual
+) -> None:
+    engine = replace(ENGINE, captured_tokens=512)
+    assert engine.whole_residual(Config(), False, False) is None
+    whole = replace(engine, **change).whole_residual(Config(**options), *given)
+    assert whole is not None and whole[0] == reason and whole[1]
 
 
 def test_steps_above_graphs_one_shot_and_flashinfer_run_by_groups_of_layers() -> None:

@@ -159,10 +159,14 @@ class VllmPass(InductorPass):
         count = write_no_buffers(graph)
         if count:
             logger.info("tw_compile: %d sums go to their norms directly, where the model copies them to buffers", count)
-        compilation = backend.compilation_config
-        if self.config.vllm_sharded_residual == "off" or self.engine is None or not self.engine.captured_tokens:
+        if self.engine is None:
             return
-        if backend.is_encoder or self.engine.one_graph or compilation.pass_config.enable_sp:
+        compilation = backend.compilation_config
+        whole = self.engine.whole_residual(
+            self.config, bool(compilation.pass_config.enable_sp), bool(backend.is_encoder)
+        )
+        if whole is not None:
+            logger.info("tw_compile: pieces hand each other all rows of the residual, %s: %s", *whole)
             return
         operators = compilation.splitting_ops or []
         count = sew_residuals(graph, lambda node: should_split(node, operators))

@@ -17,7 +17,7 @@ from tw_compile.config import Config
 from tw_compile.gating.facts import DTYPE_BYTES, Node, Settings
 from tw_compile.gating.gate import Gate
 from tw_compile.hosts.vllm.operators import ATTENTION
-from tw_compile.hosts.vllm.reasons import GroupRefusal, HostRefusal, WholeAttention
+from tw_compile.hosts.vllm.reasons import GroupRefusal, HostRefusal, WholeAttention, WholeResidual
 from tw_compile.hosts.vllm.settings import VllmSettings
 from tw_compile.kernels.collective.planned_wires import planned_wires
 from tw_compile.kernels.collective.transports import AUTO
@@ -145,6 +145,23 @@ class Engine:
         if config.vllm_step_graphs != "auto" or cannot or most <= FEWEST_GRAPH_TOKENS:
             return None
         return FEWEST_GRAPH_TOKENS, most
+
+    def whole_residual(
+        self, config: Config, sequence_parallel: bool, encoder: bool
+    ) -> tuple[WholeResidual, str] | None:
+        """Why pieces hand each other all rows of the residual, by name and in words; None if each rank may keep its own rows."""
+        off, two_more = (
+            config.vllm_sharded_residual == "off",
+            "the host would have two more operators to launch in each layer",
+        )
+        reasons = (
+            (off, WholeResidual.NOT_ASKED_FOR, "vllm_sharded_residual is off"),
+            (not self.captured_tokens, WholeResidual.NOT_CAPTURED, f"vLLM captures no graphs, so {two_more}"),
+            (self.one_graph, WholeResidual.ONE_GRAPH, "use_inductor_graph_partition is on"),
+            (sequence_parallel, WholeResidual.SEQUENCE_PARALLEL, "vLLM's sequence parallelism shares the residual out"),
+            (encoder, WholeResidual.ENCODER, "the graph is that of an encoder"),
+        )
+        return next(((reason, detail) for applies, reason, detail in reasons if applies), None)
 
     def graphs_obstacle(self) -> str | None:
         """Why steps are not captured as CUDA graphs, in words; None if nothing in the configuration speaks against it."""

@@ -37,6 +37,16 @@ class GroupRefusal(StrEnum):
     NOT_ASKED_FOR = "not_asked_for"
 
 
+class WholeResidual(StrEnum):
+    """Why pieces hand each other all rows of the residual."""
+
+    NOT_ASKED_FOR = "not_asked_for"
+    NOT_CAPTURED = "not_captured"
+    ONE_GRAPH = "one_graph"
+    SEQUENCE_PARALLEL = "sequence_parallel"
+    ENCODER = "encoder"
+
+
 class FlashInferShare(StrEnum):
     """Why vLLM's own fusion, by FlashInfer, serves the sizes that it serves."""
 
