@@ -149,7 +149,7 @@ class Engine:
     def whole_residual(
         self, config: Config, sequence_parallel: bool, encoder: bool
     ) -> tuple[WholeResidual, str] | None:
-        """Why pieces hand each other all rows of the residual, by name and in words; None if each rank may keep its own rows."""
+        """Why pieces hand each other all rows of the residual, by name and in words; None if each rank may keep its own."""
         off, two_more = (
             config.vllm_sharded_residual == "off",
             "the host would have two more operators to launch in each layer",
