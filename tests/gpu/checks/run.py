@@ -61,6 +61,7 @@ from gpu.checks import (
     joint_gemms,
     layer_norm,
     overlap,
+    pieces,
     prefetch,
     producer,
     split_attention,
@@ -135,6 +136,7 @@ ALONE = (
     joint_gemms.compiled_gemms_are_joined,
     *fed.ALONE,
     dynamic_fp8.nccl_dynamic_fp8_forms,
+    pieces.pieces_in_graphs_of_their_own,
     split_steps.thousand_split_steps,
     split_steps.thousand_split_steps_of_experts,
 )
