@@ -25,10 +25,19 @@ FUSE, SPLIT = "fuse", "fuse+split"
 WIRE_MIN_BYTES = 2**20
 """Messages from this size on have the wire of a variant, over any transport. A decode step's are smaller, and stay exact."""
 GEMMS_APART, NO_GRAPHS, WHOLE_RESIDUAL = "fuse-gemms-apart", "fuse+split-no-graphs", "fuse+split-whole-residual"
+APART_AND_WHOLE = "fuse-gemms-apart-whole-residual"
 NO_COMMUNICATION = "no-communication"
 WITHOUT_FLASHINFER, WITH_FLASHINFER = "off-no-flashinfer", "fuse+split-flashinfer"
 """vLLM alone without its fusion by FlashInfer, and the passes behind that fusion. For all but controls vLLM's default holds."""
-_ON_REQUEST = (GEMMS_APART, NO_GRAPHS, WHOLE_RESIDUAL, NO_COMMUNICATION, WITHOUT_FLASHINFER, WITH_FLASHINFER)
+_ON_REQUEST = (
+    GEMMS_APART,
+    APART_AND_WHOLE,
+    NO_GRAPHS,
+    WHOLE_RESIDUAL,
+    NO_COMMUNICATION,
+    WITHOUT_FLASHINFER,
+    WITH_FLASHINFER,
+)
 """Variants that take part only where ``--only`` names them. They show what joined GEMMs gain, what graphs of steps gain, what
 pieces gain that hand each other a rank's rows of the residual, how fast vLLM would be if its all_reduces took no time, and what
 FlashInfer's fusion gains and withholds."""
@@ -79,6 +88,12 @@ VARIANTS = (
     EngineVariant(FUSE, "ours", _ON, _options(split="off")),
     EngineVariant("fuse-pieces", "ours", _ON, _options(split="off", vllm_layer_groups=0)),
     EngineVariant(GEMMS_APART, "ours", _ON, _options(split="off", disable_passes="join_gemms")),
+    EngineVariant(
+        APART_AND_WHOLE,
+        "ours",
+        _ON,
+        _options(split="off", disable_passes="join_gemms", vllm_sharded_residual="off"),
+    ),
     EngineVariant(SPLIT, "ours", _ON, _options(split="auto")),
     EngineVariant(NO_GRAPHS, "ours", _ON, _options(split="auto", vllm_step_graphs="off")),
     EngineVariant(WHOLE_RESIDUAL, "ours", _ON, _options(split="auto", vllm_sharded_residual="off")),
