@@ -38,7 +38,7 @@ class OneRank(transport.Transport):
         return transport.Started(hidden, h)
 
 
-def _own_rows(residual: torch.Tensor, group_name: str, dtype: torch.dtype, sliced: bool = True) -> torch.Tensor:
+def _own_rows(residual: torch.Tensor, group_name: str, dtype: torch.dtype, as_slice: bool = True) -> torch.Tensor:
     """With the others behind them, where this rank would otherwise have to do without."""
     world_size = compat.resolve_process_group(group_name).size()
     whole = residual.new_zeros(

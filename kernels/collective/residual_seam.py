@@ -98,11 +98,23 @@ def _part(there: _Left, begin: int, tokens: int, group_name: str, rows_dtype: to
         first += of_part
     if there.sharded or len(there.parts) > 1:
         whole = [_gathered(part, of_part, group_name) if there.sharded else part for of_part, part in there.parts]
-        there.parts, there.sharded = [(there.left.shape[0], torch.cat(whole))], False
+        there.parts = [(there.left.shape[0], whole[0] if len(whole) == 1 else torch.cat(whole))]
+        there.sharded = False
     (_, residual), end = there.parts[0], begin + tokens
     if sharded:
-        return own_rows(residual[begin:end], group_name, rows_dtype, sliced=True)
+        return _own_slice(residual[begin:end], group_name, rows_dtype)
     return residual if tokens == residual.shape[0] else residual[begin:end].clone()
+
+
+def _own_slice(residual: torch.Tensor, group_name: str, dtype: torch.dtype | None) -> torch.Tensor:
+    """This rank's rows of ``residual``, as a slice of all rows. They are copied only where they have no storage like that."""
+    group = compat.resolve_process_group(group_name)
+    rows = residual.shape[0] // group.size()
+    shard = residual[group.rank() * rows : (group.rank() + 1) * rows]
+    fits = residual.dtype == dtype and rows and rows * group.size() == residual.shape[0] and residual.is_contiguous()
+    if fits and whole_residual(shard, residual.shape[0], group.size(), group.rank()) is not None:
+        return shard
+    return own_rows(residual, group_name, dtype, as_slice=True)
 
 
 def _gathered(rows: torch.Tensor, tokens: int, group_name: str) -> torch.Tensor:

@@ -147,16 +147,18 @@ def _row_of(part: torch.Tensor, whole: torch.Tensor) -> int:
     return (part.data_ptr() - whole.data_ptr()) // (whole.shape[1] * whole.element_size())
 
 
-def own_rows(residual: torch.Tensor, group_name: str, dtype: torch.dtype | None, sliced: bool = False) -> torch.Tensor:
+def own_rows(
+    residual: torch.Tensor, group_name: str, dtype: torch.dtype | None, as_slice: bool = False
+) -> torch.Tensor:
     """``[rows_per_rank, hidden]`` with the residual's rows that this rank owns. The last ranks may own fewer rows, or none.
 
-    For two ranks, and where it is to be ``sliced``, it is a slice of all rows, because the graph's calls may use one-shot, and
-    that needs them.
+    For two ranks, or with ``as_slice``, it is a slice of all rows, because the graph's calls may use one-shot, and that needs
+    them.
     """
     group = compat.resolve_process_group(group_name)
     tokens, rank, world_size = residual.shape[0], group.rank(), group.size()
     per_rank = rows_per_rank(tokens, world_size)
-    if world_size == 2 or sliced:
+    if world_size == 2 or as_slice:
         whole = residual.new_empty((world_size * per_rank, residual.shape[1]), dtype=dtype)
         whole[:tokens].copy_(residual)
         return slice_of_whole_residual(whole, world_size, rank)

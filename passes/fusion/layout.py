@@ -59,13 +59,15 @@ class Seam:
     """The seams of a graph.
 
     ``entered`` is the residual that it enters with, and ``enter`` the node that enters. ``leave`` is the node that leaves
-    ``left``; both are None in a model's last graph, which may enter with rows that other graphs have left.
+    ``left``; both are None in a model's last graph. ``residual_alone``: no hidden states are left with it, so it may be entered
+    in another form than the one in which it was left (``residual_seam.py``).
     """
 
     entered: fx.Node
     enter: fx.Node
     leave: fx.Node | None = None
     left: fx.Node | None = None
+    residual_alone: bool = False
 
     @property
     def group_names(self) -> tuple[object, object]:
@@ -85,7 +87,7 @@ def find_seam(graph: fx.Graph) -> Seam | None:
     if len(enters) != 1 or len(leaves) > 1:
         return None
     leave = leaves[0] if leaves else None
-    return Seam(enters[0], enters[0], leave, None if leave is None else leave.args[0])
+    return Seam(enters[0], enters[0], leave, None if leave is None else leave.args[0], residual_alone=True)
 
 
 def plan_layouts(
@@ -122,10 +124,14 @@ def plan_layouts(
     replaced = set().union(*(site.replaced() for site in sites))
     enters = next((site for site in sites if _enters(site, seam) and site.h not in whole_sums), None)
     leaves = next((site for site in sites if _leaves(site, seam) and site.h not in whole_sums), None)
+    alone = seam is not None and seam.residual_alone
+    if alone and enters is None:
+        leaves = None  # the graph behind is most likely like this one
     spared = replaced if seam is None or seam.leave is None or leaves is None else {*replaced, seam.leave}
     whole = {id(site) for site in sites if _needed_whole(site, spared, whole_reads)}
-    is_last = seam is not None and seam.leave is None
-    if not is_last and (enters is None or leaves is None or id(leaves) in whole):
+    if alone and leaves is not None and id(leaves) in whole:
+        leaves = None
+    if not alone and (enters is None or leaves is None or id(leaves) in whole):
         if enters is not leaves:
             return plan_layouts(
                 sites, transports, wires=wires

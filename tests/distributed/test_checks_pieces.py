@@ -14,7 +14,7 @@ from tw_compile.harness.problems import Context
 from tw_compile.kernels.collective import residual_seam
 from tw_compile.testing import GlooRanks
 
-STEPS = 8
+STEPS = 20
 
 
 def run_check(rank: int, fault: str = "") -> Context:
@@ -33,7 +33,9 @@ def run_check(rank: int, fault: str = "") -> Context:
     with (
         mock.patch.object(residual_seam.enter_residual, "direct", enter),
         mock.patch.object(compat, "delay_stream"),
-        mock.patch.multiple(pieces, HIDDEN=64, LAYERS=3, SIZES=((7, "off"), (33, "16"))),
+        mock.patch.multiple(
+            pieces, HIDDEN=64, LAYERS=3, SIZES=((33, "16", False), (7, "off", False), (7, "off", True))
+        ),
     ):
         if fault == "whole":
             with mock.patch("tw_compile.passes.fusion.fuse.find_seam", return_value=None):
@@ -45,13 +47,13 @@ def run_check(rank: int, fault: str = "") -> Context:
 
 def test_pieces_have_the_bits_of_the_first_step(gloo_ranks: GlooRanks) -> None:
     contexts = gloo_ranks.run(run_check)
-    assert [(ctx.failures, ctx.counts) for ctx in contexts] == [([], {"steps": 2 * STEPS})] * 2
+    assert [(ctx.failures, ctx.counts) for ctx in contexts] == [([], {"steps": STEPS})] * 2
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("fault", "message"),
-    [("rows", "7 tokens: error"), ("late", "wrong elements"), ("whole", "pieces enter otherwise")],
+    [("rows", "7 tokens, split off: error"), ("late", "wrong elements"), ("whole", "pieces enter otherwise")],
 )
 def test_a_wrong_residual_is_found(gloo_ranks: GlooRanks, fault: str, message: str) -> None:
     contexts = gloo_ranks.run(run_check, fault)

@@ -288,15 +288,23 @@ def test_the_last_piece_takes_a_shard_and_the_first_one_leaves_none() -> None:
     assert piece.ends() == [(False, "replicated", False)]
 
 
-@pytest.mark.parametrize("which", ["entered", "left", "other group", "nccl"])
-def test_pieces_hand_on_all_rows_where_one_of_both_ends_needs_them(which: str) -> None:
+@pytest.mark.parametrize("which", ["entered", "other group"])
+def test_a_piece_that_enters_with_all_rows_leaves_all_rows(which: str) -> None:
     other = dist.new_group([0, 1]).group_name
     piece = Piece(other if which == "other group" else "0")
     reader = [piece.call(aten.relu.default, piece.stream)] if which == "entered" else []
     piece.site(), piece.site()
-    if which == "left":
-        reader = [piece.call(aten.relu.default, piece.stream)]
-    assert piece.ends(*reader, nccl=(1,) if which == "nccl" else ()) == WHOLE
+    assert piece.ends(*reader) == WHOLE
+
+
+@pytest.mark.parametrize("which", ["left", "nccl"])
+def test_a_piece_that_has_to_leave_all_rows_takes_a_shard(which: str) -> None:
+    """The piece before has left one, if it is like most others."""
+    piece = Piece()
+    piece.site(), piece.site()
+    reader = [piece.call(aten.relu.default, piece.stream)] if which == "left" else []
+    layouts = piece.ends(*reader, nccl=(1,) if which == "nccl" else ())
+    assert layouts == [(True, "sharded", False), (False, "replicated", False)]
 
 
 def test_the_last_piece_takes_all_rows_where_something_else_reads_them() -> None:

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tw_compile.hosts.vllm.residual_seams import leave_last
 from tw_compile.kernels.collective import residual_seam
 from tw_compile.kernels.collective.residual_seam import enter_residual, leave_residual, leave_residual_halves
 from tw_compile.kernels.collective.spec import slice_of_whole_residual, whole_residual
@@ -37,6 +39,15 @@ def test_own_rows_are_entered_as_they_were_left_without_a_copy() -> None:
     assert left.shape == (T, H)
     assert enter_residual(left, GROUP, torch.bfloat16).data_ptr() == rows.data_ptr()
     assert residual_seam.left_now is None
+
+
+def test_own_rows_of_what_is_whole_are_a_slice_of_it_where_its_storage_is_like_that() -> None:
+    whole = torch.arange(8 * H, dtype=torch.bfloat16).view(8, H)
+    entered = enter_residual(leave_residual(whole, 8, GROUP, False, []), GROUP, torch.bfloat16)
+    assert entered.data_ptr() == whole.data_ptr() and entered.shape == (2, H)
+    part = torch.cat([whole, whole])[:8]  # more rows than all ranks have
+    entered = enter_residual(leave_residual(part, 8, GROUP, False, []), GROUP, torch.bfloat16)
+    assert entered.data_ptr() != part.data_ptr() and torch.equal(whole_residual(entered, 8, 4, 0), whole)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float32])
@@ -83,6 +94,31 @@ def test_a_tensor_that_was_not_left_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="left: expected what leave_residual has returned last"):
         enter_residual(first, GROUP)
     assert torch.equal(enter_residual(second, GROUP), RESIDUAL + 1)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_nothing_gets_the_memory_of_what_is_left(monkeypatch: pytest.MonkeyPatch, early: bool) -> None:
+    """Inductor gives a result's memory to another value when its last reader has run; on a CPU, if it counts as aligned.
+
+    ``early``: whether the residual is left where its piece has it, as vLLM's graph has it. Then something else is there.
+    """
+
+    def piece(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        left = leave_residual(torch.mm(x, weight), T, GROUP, False, [])
+        return left, torch.mm(x + 1, weight)
+
+    def last(graph: fx.Graph) -> None:
+        if not early:
+            leave_last(graph)
+
+    monkeypatch.setattr("torch._inductor.graph.should_assume_input_aligned", lambda one: True)
+    torch._dynamo.reset()
+    run = torch.compile(piece, options={"post_grad_custom_post_pass": last, "fx_graph_cache": False})
+    x, weight = torch.randn(T, T), torch.randn(T, T)
+    with torch.no_grad():
+        left, other = run(x, weight)
+    assert torch.allclose(other, (x + 1) @ weight)
+    assert torch.allclose(enter_residual(left, GROUP), x @ weight) is not early
 
 
 def test_a_compiler_is_told_the_shapes() -> None:

@@ -405,7 +405,7 @@ def test_attention_of_steps_with_cuda_graphs_stays_whole() -> None:
     ("change", "options", "given", "reason"),
     [
         ({}, {"vllm_sharded_residual": "off"}, (False, False), WholeResidual.NOT_ASKED_FOR),
-        ({"captured_tokens": 0}, {}, (False, False), WholeResidual.NOT_CAPTURED),
+        ({"captures_prompts": False}, {}, (False, False), WholeResidual.NOT_CAPTURED),
         ({"one_graph": True}, {}, (False, False), WholeResidual.ONE_GRAPH),
         ({}, {}, (True, False), WholeResidual.SEQUENCE_PARALLEL),
         ({}, {}, (False, True), WholeResidual.ENCODER),
@@ -414,10 +414,10 @@ def test_attention_of_steps_with_cuda_graphs_stays_whole() -> None:
 def test_engines_whose_pieces_hand_on_all_rows_of_the_residual(
     change: dict[str, Any], options: dict[str, Any], given: tuple[bool, bool], reason: WholeResidual
 ) -> None:
-    engine = replace(ENGINE, captured_tokens=512)
-    assert engine.whole_residual(Config(), False, False) is None
-    whole = replace(engine, **change).whole_residual(Config(**options), *given)
-    assert whole is not None and whole[0] == reason and whole[1]
+    engine = replace(ENGINE, captured_tokens=512, captures_prompts=True)
+    assert engine.refuses_seams(Config(), False, False) is None
+    refused = replace(engine, **change).refuses_seams(Config(**options), *given)
+    assert refused is not None and refused[0] == reason and refused[1]
 
 
 def test_steps_above_graphs_one_shot_and_flashinfer_run_by_groups_of_layers() -> None:

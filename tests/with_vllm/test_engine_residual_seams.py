@@ -50,12 +50,13 @@ def test_pieces_leave_each_other_the_rows_of_the_rank(folder: Path, graphs: list
     assert not of_name(first, "enter_residual") and not of_name(last, "leave_residual")
     (leave,) = of_name(first, "leave_residual")
     assert leave.args[3] is False  # the embeddings
+    assert leave.args[4] and not any(one.op == "placeholder" for one in leave.args[4])
     for graph in middle:
         (enter,), (leave,) = of_name(graph, "enter_residual"), of_name(graph, "leave_residual")
         assert enter.args[2] == torch.bfloat16 and leave.args[3] is True
         assert leave.next.op == "output"
         outputs = leave.next.all_input_nodes
-        assert len(outputs) > 1 and set(outputs) <= {leave, *leave.all_input_nodes}
+        assert len(outputs) > 1 and leave.args[4] == [one for one in outputs if one is not leave]
         sites = of_name(graph, "all_reduce_rms_norm_start")
         assert [site.args[10] for site in sites] == ["sharded", "sharded"]
     (enter,) = of_name(last, "enter_residual")
@@ -146,11 +147,11 @@ class Dynamo:
     def sewn(self, *outputs: fx.Node) -> int:
         self.graph.output(outputs)
         module = fx.GraphModule({}, self.graph)
-        before = [(node.target, node.name) for node in self.graph.nodes]
+        before = [node.format_node() for node in self.graph.nodes]
         count = sew_residuals(module, lambda node: node.target is torch.tanh)
         self.graph.lint()
-        without = [(node.target, node.name) for node in without_seams(module).graph.nodes]
-        assert without == before
+        assert sew_residuals(module, lambda node: node.target is torch.tanh) == count  # as in a graph that is loaded
+        assert [node.format_node() for node in without_seams(module).graph.nodes] == before
         assert len(self.graph.find_nodes(op="call_function", target=enter_residual)) == count
         return count
 
@@ -186,6 +187,19 @@ def test_a_residual_of_the_caller_or_of_the_same_piece_is_not_sewn(dynamo: Any) 
     hidden, residual = made.norm(attended, given, weight)
     hidden, _ = made.norm(hidden, residual, weight)
     assert made.sewn(hidden) == 0
+
+
+@pytest.mark.parametrize("what", ["the caller's memory", "what crosses, too"])
+def test_a_residual_that_shares_memory_is_not_sewn(dynamo: Any, what: str) -> None:
+    """Who enters may write there."""
+    made, x, given, weight = dynamo
+    residual = made.add(
+        torch.ops.aten.view.default, given if what == "the caller's memory" else made.add(torch.neg, given), [6, HIDDEN]
+    )
+    other = made.add(torch.ops.aten.view.default, residual, [3, 2 * HIDDEN])
+    attended = made.add(torch.tanh, x)
+    hidden, _ = made.norm(attended, residual, weight)
+    assert made.sewn(hidden, *([] if what == "the caller's memory" else [other])) == 0
 
 
 def test_one_residual_is_left_at_a_time(dynamo: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +23,11 @@ from tw_compile.passes.split import HostGraph
 from tw_compile.testing.error_budget import budget, relative_error
 
 HIDDEN, LAYERS, STEPS = 1024, 4, 400
-SIZES = ((8, "off"), (385, "off"), (385, "160"))
-"""Tokens, and how many of them are in the first half. Eight go by one-shot, where there is such a kernel."""
+SIZES = ((385, "160", False), (385, "off", False), (385, "off", True), (8, "off", False))
+"""Tokens, how many of them are in the first half, and whether one layer is not fused, so that it gathers what was left.
+
+Eight tokens go by one-shot, where there is such a kernel.
+"""
 _VALUES = 4
 
 Step = Callable[[], None]
@@ -82,51 +86,66 @@ def compiled(function: Any, tokens: int, options: dict[str, Any], seen: list[fx.
 def pieces_in_graphs_of_their_own(ctx: Context, steps: int = STEPS, transport: str = "auto") -> None:
     """Replays of all graphs in turn have the bits of the compiled pieces, whose error is within budget, on all ranks.
 
-    As in vLLM, the graphs share a pool of memory, nothing holds what a graph returns once the next one is captured, and
-    attention runs between them.
+    As in vLLM, the graphs of all sizes share a pool of memory, and nothing holds what a graph returns once the next one is
+    captured.
     """
-    for tokens, split in SIZES:
-        _pieces(ctx, tokens, {"split": split, "transport": transport}, ctx.calls(steps))
-    ctx.counts["steps"] = len(SIZES) * ctx.calls(steps)
-
-
-def _pieces(ctx: Context, tokens: int, options: dict[str, Any], steps: int) -> None:
-    def drawn(*shape: int, seed: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=ctx.generator(seed, tokens), device=ctx.device).to(BF16)
-
-    weights = drawn(LAYERS, 2, ctx.world_size, HIDDEN, HIDDEN, seed=1) / HIDDEN**0.5
-    queries = drawn(LAYERS, HIDDEN, HIDDEN, seed=2) / HIDDEN**0.5
-    values = [drawn(tokens, HIDDEN, seed=3 + number) for number in range(_VALUES)]
-    of_rank = [(*pair, query) for pair, query in zip(weights[:, :, ctx.rank].unbind(), queries, strict=True)]
-    start, attended, result = (torch.empty_like(values[0]) for _ in range(3))
-    seen: list[fx.Graph] = []
     with torch.no_grad():
-        between, at_the_end = (compiled(function, tokens, options, seen) for function in (piece, last))
-        steps_of = {
-            "unfused": _steps(first, piece, last, start, attended, result, of_rank),
-            "compiled": _steps(first, between, at_the_end, start, attended, result, of_rank),
-        }
-        found = {name: [_run(run, start, value, result) for value in values] for name, run in steps_of.items()}
-        _expect_rows_left(ctx, seen, split=options["split"] != "off")
-        for value, got, unfused in zip(values, found["compiled"], found["unfused"], strict=True):
-            exact = _exact(value.double(), weights.double(), queries.double())
-            error, allowed = relative_error(got, exact), budget(unfused, exact)
-            ctx.expect(error <= allowed, f"{tokens} tokens: error {error:.3e}, allowed {allowed:.3e}")
-            expect_same_on_all_ranks(ctx, f"{tokens} tokens", got)
-        replays = _captured(steps_of["compiled"], ctx.device)
+        models = [_Model(ctx, *size, transport) for size in SIZES]
+        pool = torch.cuda.graph_pool_handle() if ctx.device.type == "cuda" else None
+        for model in models:
+            model.steps = _captured(model.steps, pool)
         skew, wrong = random.Random(1 + ctx.rank), new_counter(ctx)
-        for number in range(steps):
+        turns = random.Random(0)  # all ranks take the same turns
+        for _ in range(ctx.calls(steps)):
+            model, number = turns.choice(models), turns.randrange(_VALUES)
             if skew.random() < 0.2:
                 compat.delay_stream(skew.randrange(200_000))
-            got = _run(replays, start, values[number % _VALUES], result)
-            wrong.add_((got != found["compiled"][number % _VALUES]).sum())
-        ctx.expect(int(wrong) == 0, f"{tokens} tokens: {int(wrong)} wrong elements")
+            wrong.add_((model.run(number) != model.expected[number]).sum())
+    ctx.expect(int(wrong) == 0, f"{int(wrong)} wrong elements")
     ctx.expect(residual_seam.left_now is None, "a residual was left that nothing has entered")
+    ctx.counts["steps"] = ctx.calls(steps)
+
+
+class _Model:
+    """A model of one size, whose ``steps`` compute its result piece by piece, and what they make of each of its inputs."""
+
+    def __init__(self, ctx: Context, tokens: int, split: str, unlike: bool, transport: str) -> None:
+        def drawn(*shape: int, seed: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=ctx.generator(seed, tokens), device=ctx.device).to(BF16)
+
+        weights = drawn(LAYERS, 2, ctx.world_size, HIDDEN, HIDDEN, seed=1) / HIDDEN**0.5
+        queries = drawn(LAYERS, HIDDEN, HIDDEN, seed=2) / HIDDEN**0.5
+        self.values = [drawn(tokens, HIDDEN, seed=3 + number) for number in range(_VALUES)]
+        self.start, attended, self.result = (torch.empty_like(self.values[0]) for _ in range(3))
+        of_rank = [(*pair, query) for pair, query in zip(weights[:, :, ctx.rank].unbind(), queries, strict=True)]
+        given = self.start, attended, self.result, of_rank
+        self.steps = _steps([piece] * (LAYERS - 1), last, *given)
+        unfused = [self.run(number) for number in range(_VALUES)]
+        seen: list[fx.Graph] = []
+        options = {"split": split, "transport": transport}
+        between: list[Any] = [compiled(piece, tokens, options, seen)] * (LAYERS - 1)
+        if unlike:
+            between[1] = compiled(piece, tokens, options | {"fuse": False}, [])
+        self.steps = _steps(between, compiled(last, tokens, options, seen), *given)
+        self.expected = [self.run(number) for number in range(_VALUES)]
+        name = f"{tokens} tokens, split {split}"
+        _expect_rows_left(ctx, name, seen, split != "off")
+        for value, got, base in zip(self.values, self.expected, unfused, strict=True):
+            exact = _exact(value.double(), weights.double(), queries.double())
+            error, allowed = relative_error(got, exact), budget(base, exact)
+            ctx.expect(error <= allowed, f"{name}: error {error:.3e}, allowed {allowed:.3e}")
+            expect_same_on_all_ranks(ctx, name, got)
+
+    def run(self, number: int) -> torch.Tensor:
+        """The result for one of the inputs."""
+        self.start.copy_(self.values[number])
+        for step in self.steps:
+            step()
+        return self.result.clone()
 
 
 def _steps(
-    begin: Any,
-    between: Any,
+    between: list[Any],
     at_the_end: Any,
     start: torch.Tensor,
     attended: torch.Tensor,
@@ -137,36 +156,25 @@ def _steps(
     left: list[torch.Tensor] = []
 
     def embed() -> None:
-        left[:] = [begin(start)]
+        left.append(first(start))
         attended.copy_(start.tanh())
 
-    def run(of_layer: tuple[torch.Tensor, ...]) -> None:
-        (given,) = left
-        left.clear()
-        handed_on, query = between(given, attended, *of_layer)
-        left[:] = [handed_on]
+    def run(function: Any, of_layer: tuple[torch.Tensor, ...]) -> None:
+        handed_on, query = function(left.pop(), attended, *of_layer)
+        left.append(handed_on)
         attended.copy_(query.tanh())
 
     def end() -> None:
-        (given,) = left
-        left.clear()
-        result.copy_(at_the_end(given, attended, *weights[-1]))
+        result.copy_(at_the_end(left.pop(), attended, *weights[-1]))
 
-    return [embed, *(lambda of_layer=of_layer: run(of_layer) for of_layer in weights[:-1]), end]
+    return [embed, *(partial(run, *layer) for layer in zip(between, weights[:-1], strict=True)), end]
 
 
-def _run(steps: list[Step], start: torch.Tensor, value: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-    start.copy_(value)
-    for step in steps:
-        step()
-    return result.clone()
-
-
-def _captured(steps: list[Step], device: torch.device) -> list[Step]:
-    """Each of ``steps`` as a CUDA graph; on a CPU as it is."""
-    if device.type != "cuda":
+def _captured(steps: list[Step], pool: Any) -> list[Step]:
+    """Each of ``steps`` as a CUDA graph with memory of ``pool``; None: as it is."""
+    if pool is None:
         return steps
-    pool, graphs = torch.cuda.graph_pool_handle(), []
+    graphs = []
     for step in steps:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
@@ -186,11 +194,10 @@ def _exact(start: torch.Tensor, weights: torch.Tensor, queries: torch.Tensor) ->
     return hidden
 
 
-def _expect_rows_left(ctx: Context, seen: list[fx.Graph], split: bool) -> None:
+def _expect_rows_left(ctx: Context, name: str, seen: list[fx.Graph], split: bool) -> None:
     """The pieces leave and enter rows of the rank, as halves where they are split."""
     enters = [node.args[2:] for graph in seen for node in graph.nodes if node.target is enter_residual]
-    expected = [(BF16,)] * (4 if split else 2)
-    ctx.expect(enters == expected, f"pieces enter otherwise: {enters}")
+    ctx.expect(enters == [(BF16,)] * (4 if split else 2), f"{name}: pieces enter otherwise: {enters}")
     names = [getattr(node.target, "_opname", "") for graph in seen for node in graph.nodes]
-    leaves = [names.count(name) for name in ("leave_residual", "leave_residual_halves")]
-    ctx.expect(leaves == ([0, 1] if split else [1, 0]), f"pieces leave otherwise: {leaves}")
+    leaves = [names.count(one) for one in ("leave_residual", "leave_residual_halves")]
+    ctx.expect(leaves == ([0, 1] if split else [1, 0]), f"{name}: pieces leave otherwise: {leaves}")

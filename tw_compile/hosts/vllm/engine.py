@@ -46,6 +46,7 @@ def engine_of(config: Any) -> Engine:
         times_steps=_alone(parallel),
         pooling=model.runner_type == "pooling",
         captures_attention=graphs and compilation.cudagraph_mode.mixed_mode().name == "FULL",
+        captures_prompts=graphs and compilation.cudagraph_mode.mixed_mode().name != "NONE",
     )
 
 

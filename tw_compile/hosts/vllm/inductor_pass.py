@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 import torch.fx as fx
 from vllm import __version__ as vllm_version
-from vllm.compilation.partition_rules import should_split
 from vllm.compilation.passes.inductor_pass import InductorPass, get_pass_context
 from vllm.distributed import parallel_state
 from vllm.forward_context import get_forward_context, is_forward_context_available
@@ -36,7 +35,7 @@ from tw_compile.hosts.vllm.operators import ATTENTION
 from tw_compile.hosts.vllm.options import switched_off, vllm_config
 from tw_compile.hosts.vllm.plan import Engine, observed
 from tw_compile.hosts.vllm.reasons import GroupRefusal, WholeAttention
-from tw_compile.hosts.vllm.residual_seams import sew_residuals, without_seams
+from tw_compile.hosts.vllm.residual_seams import leave_last, sew_residuals, without_seams
 from tw_compile.hosts.vllm.state import called_operator, state_operator
 from tw_compile.hosts.vllm.ways import Way, way_to_compile
 from tw_compile.kernels.collective.transport import group_facts
@@ -94,6 +93,7 @@ class VllmPass(InductorPass):
         if switched_off(os.environ):  # a pass that the user has named is in the slot all the same
             return
         compat.sort_nodes(graph)  # vLLM's fusions leave nodes before their operands, and sort only behind this slot
+        leave_last(graph)
         counts = (compile_range.start, compile_range.end)
         captured = 0 if self.engine is None else self.engine.captured_tokens
         attention = self._attention(graph, compile_range.start)
@@ -153,8 +153,8 @@ class VllmPass(InductorPass):
 
     def before_split(self, backend: Any, graph: fx.GraphModule) -> None:
         """Prepare the graph of a whole model, so that its pieces can be fused. What it computes stays the same to the bit."""
-        refused = self.engine is not None and self.engine.refusal() is not None
-        if refused or not self.config.fuse or switched_off(os.environ):
+        off = self.engine is not None and self.engine.refusal() is not None
+        if off or not self.config.fuse or switched_off(os.environ):
             return
         count = write_no_buffers(graph)
         if count:
@@ -162,12 +162,14 @@ class VllmPass(InductorPass):
         if self.engine is None:
             return
         compilation = backend.compilation_config
-        whole = self.engine.whole_residual(
+        refused = self.engine.refuses_seams(
             self.config, bool(compilation.pass_config.enable_sp), bool(backend.is_encoder)
         )
-        if whole is not None:
-            logger.info("tw_compile: pieces hand each other all rows of the residual, %s: %s", *whole)
+        if refused is not None:
+            logger.info("tw_compile: pieces hand each other all rows of the residual, %s: %s", *refused)
             return
+        from vllm.compilation.partition_rules import should_split  # not at the top: only this needs it
+
         operators = compilation.splitting_ops or []
         count = sew_residuals(graph, lambda node: should_split(node, operators))
         logger.info("tw_compile: pieces hand each other their own rows of %d residuals, where these are fused", count)

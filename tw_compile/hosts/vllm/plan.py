@@ -54,7 +54,7 @@ class Engine:
     its tokens. ``state_space``: some layers hand a state from each token to the next, as Mamba and linear attention do.
     ``times_steps``: the start can time steps of ranges that are compiled both ways, as no ranks are outside the tensor-parallel
     group. ``pooling``: it serves a pooling model. ``captures_attention``: vLLM's graphs have attention in them for all kinds of
-    steps.
+    steps. ``captures_prompts``: vLLM captures steps with prompts in them, too, with attention or by pieces.
     """
 
     tensor_parallel_size: int
@@ -78,6 +78,7 @@ class Engine:
     times_steps: bool = True
     pooling: bool = False
     captures_attention: bool = False
+    captures_prompts: bool = False
 
     @property
     def kernels_without_times(self) -> str | None:
@@ -146,17 +147,14 @@ class Engine:
             return None
         return FEWEST_GRAPH_TOKENS, most
 
-    def whole_residual(
-        self, config: Config, sequence_parallel: bool, encoder: bool
-    ) -> tuple[WholeResidual, str] | None:
+    def refuses_seams(self, config: Config, sequence_parallel: bool, encoder: bool) -> tuple[WholeResidual, str] | None:
         """Why pieces hand each other all rows of the residual, by name and in words; None if each rank may keep its own."""
-        off, two_more = (
-            config.vllm_sharded_residual == "off",
-            "the host would have two more operators to launch in each layer",
+        not_captured = (
+            "vLLM captures no steps with prompts, so the host would have two more operators a layer to launch"
         )
         reasons = (
-            (off, WholeResidual.NOT_ASKED_FOR, "vllm_sharded_residual is off"),
-            (not self.captured_tokens, WholeResidual.NOT_CAPTURED, f"vLLM captures no graphs, so {two_more}"),
+            (config.vllm_sharded_residual == "off", WholeResidual.NOT_ASKED_FOR, "vllm_sharded_residual is off"),
+            (not self.captures_prompts, WholeResidual.NOT_CAPTURED, not_captured),
             (self.one_graph, WholeResidual.ONE_GRAPH, "use_inductor_graph_partition is on"),
             (sequence_parallel, WholeResidual.SEQUENCE_PARALLEL, "vLLM's sequence parallelism shares the residual out"),
             (encoder, WholeResidual.ENCODER, "the graph is that of an encoder"),

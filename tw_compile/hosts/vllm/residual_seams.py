@@ -6,7 +6,8 @@
     fused_add_rms_norm(sum, residual, ...)
 
 A piece does not know who reads its results, so each rank would have to send its rows of the residual to the others. The graph
-of the whole model shows all readers (``kernels/collective/residual_seam.py``).
+of the whole model shows all readers (``kernels/collective/residual_seam.py``). What is in a piece is known only when vLLM has
+cut: it moves tensors that attention will fill into the piece before. So :func:`leave_last` is for the graph of a piece.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tw_compile.hosts.vllm.groups import group_name_of, name_of_call
 from tw_compile.hosts.vllm.operators import ADD_NORM, ALL_REDUCE
@@ -28,11 +30,14 @@ _RESIDUAL = 1
 
 
 def sew_residuals(graph: fx.GraphModule, cuts: Callable[[fx.Node], bool]) -> int:
-    """Let residuals that cross a cut be left and entered. Returns their number.
+    """Let residuals that cross a cut be left and entered. Returns their number, also for a graph in which they are already.
 
     ``graph`` is Dynamo's. ``cuts``: whether vLLM has a piece begin and end at a node. A residual is sewn only if one norm reads
     it behind the cut, and nothing else does. At most one residual is left at a time, so the one before must be entered first.
     """
+    already = graph.graph.find_nodes(op="call_function", target=enter_residual)
+    if already:
+        return len(already)  # vLLM has loaded a graph that was sewn before it was saved
     piece = _pieces(graph.graph, cuts)
     group_names = {group_name_of(node) for node in graph.graph.nodes if name_of_call(node) == ALL_REDUCE.name}
     if len(group_names) != 1:
@@ -48,6 +53,16 @@ def sew_residuals(graph: fx.GraphModule, cuts: Callable[[fx.Node], bool]) -> int
     if sewn:
         graph.recompile()
     return len(sewn)
+
+
+def leave_last(graph: fx.Graph) -> None:
+    """Let a piece leave its residual behind all else that it computes, so that nothing gets the residual's memory."""
+    output = graph.output_node()
+    for leave in graph.find_nodes(op="call_function", target=leave_residual):
+        others = [node for node in output.all_input_nodes if node is not leave and node.op != "placeholder"]
+        *given, _ = leave.args
+        leave.args = (*given, [node for node in others if isinstance(node.meta.get("val"), torch.Tensor)])
+        output.prepend(leave)
 
 
 def without_seams(graph: fx.GraphModule) -> fx.GraphModule:
@@ -99,20 +114,20 @@ def _sew(graph: fx.Graph, norm: fx.Node, residual: fx.Node, piece: dict[fx.Node,
         return False
     if any(piece[user] != here for user in residual.users if user is not norm):
         return False
-    end = next(node for node in graph.nodes if piece[node] > here and node.target is not operator.getitem)
     crossing = [node for node in piece if piece[node] == here and any(piece[user] > here for user in node.users)]
-    others = [
-        node for node in crossing if node is not residual and isinstance(node.meta.get("example_value"), torch.Tensor)
-    ]
-    if not others or any(node > end for node in (*others, residual)):
-        return False  # nothing would keep the residual's memory until its piece ends
+    given = [node for node in piece if node.op == "placeholder"]
+    if any(_share_memory(residual, node) for node in {*crossing, *given} - {residual}):
+        return False  # who enters may write there
+    end = next(node for node in graph.nodes if piece[node] > here and node.target is not operator.getitem)
+    if residual > end:
+        return False
     with graph.inserting_before(end):
         tokens: fx.Node | int = like.shape[0]
         if isinstance(like.shape[0], torch.SymInt):
             tokens = graph.call_function(torch.ops.aten.sym_size.int, (residual, 0))
             tokens.meta["example_value"] = like.shape[0]
             piece[tokens] = here
-        leave = graph.call_function(leave_residual, (residual, tokens, group_name, False, others))
+        leave = graph.call_function(leave_residual, (residual, tokens, group_name, False, []))
     with graph.inserting_before(norm):
         enter = graph.call_function(enter_residual, (leave, group_name))
     with like.fake_mode:
@@ -120,3 +135,10 @@ def _sew(graph: fx.Graph, norm: fx.Node, residual: fx.Node, piece: dict[fx.Node,
     piece[leave], piece[enter] = here, piece[norm]
     norm.replace_input_with(residual, enter)
     return True
+
+
+def _share_memory(one: fx.Node, other: fx.Node) -> bool:
+    first, second = (node.meta.get("example_value") for node in (one, other))
+    if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
+        return False
+    return StorageWeakRef(first.untyped_storage()) == StorageWeakRef(second.untyped_storage())
