@@ -81,8 +81,8 @@ class Config:
             attention, where a step is measured to gain by it: ``auto`` or ``off``. It needs FlashAttention 3, graphs that vLLM
             captures itself, and 1 GiB of free memory.
         vllm_sharded_residual: For vLLM only, in steps that run by pieces that end at attention: whether a piece hands the next
-            one a residual of which each rank has its own rows, ``auto``, or always all rows, ``off``. It needs CUDA graphs that
-            vLLM captures, as the host would have two more operators to launch for each layer.
+            one a residual of which each rank has its own rows, ``auto``, or always all rows, ``off``. It needs an engine that
+            captures steps with prompts in CUDA graphs, as a host that launches pieces has two more operators in each layer.
         device_profile: The device that splits are planned for: ``auto`` takes the profile of the present device, else a name or
             a TOML file (``tw_compile.planning``), whatever the device and the transport are.
         wire: How rows travel between ranks: ``exact``, in codes of 8 bits (``int8``), or sums in 4 and results in
