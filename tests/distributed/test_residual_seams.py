@@ -7,17 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 import torch.fx as fx
+from gpu.checks.pieces import compiled, first, group_name, last, layer, leaving, norm, piece
 
-from tw_compile import Config, TWCompilePass, collect_reports
-from tw_compile.current import current_gate
+from tw_compile import collect_reports
 from tw_compile.graph.predicates import operator_name
 from tw_compile.kernels.collective import residual_seam
-from tw_compile.kernels.collective.residual_seam import enter_residual, leave_residual
-from tw_compile.passes.reasons import HostAttention
-from tw_compile.passes.split import HostGraph
+from tw_compile.kernels.collective.residual_seam import enter_residual
 from tw_compile.testing import GlooRanks
 
 WORLD_SIZE, HIDDEN, LAYERS = 3, 16, 3
@@ -31,51 +27,11 @@ def ranks() -> Iterator[GlooRanks]:
         yield found
 
 
-def _norm(h: torch.Tensor) -> torch.Tensor:
-    wide = h.float()
-    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(h.dtype)
-
-
-def _layer(
-    attended: torch.Tensor, residual: torch.Tensor, out: torch.Tensor, mlp: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    residual = residual + funcol.all_reduce(attended @ out, "sum", dist.group.WORLD)
-    residual = residual + funcol.all_reduce(_norm(residual) @ mlp, "sum", dist.group.WORLD)
-    return _norm(residual), residual
-
-
-def _left(residual: torch.Tensor, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return leave_residual(residual, residual.shape[0], dist.group.WORLD.group_name, False, [query]), query
-
-
-def piece(left: torch.Tensor, attended: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    residual = enter_residual(left, dist.group.WORLD.group_name)
-    hidden, residual = _layer(attended, residual, *weights[:2])
-    return _left(residual, hidden @ weights[2])
-
-
 def read_twice(left: torch.Tensor, attended: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Something else than the site reads the residual, too, so it must be whole."""
-    residual = enter_residual(left, dist.group.WORLD.group_name)
-    hidden, residual = _layer(attended + residual.sin(), residual, *weights[:2])
-    return _left(residual, hidden @ weights[2])
-
-
-def last(left: torch.Tensor, attended: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-    residual = enter_residual(left, dist.group.WORLD.group_name)
-    return _layer(attended, residual, *weights[:2])[0]
-
-
-def _compiled(function: Any, tokens: int, options: dict[str, Any], seen: list[fx.Graph]) -> Any:
-    passes = TWCompilePass(Config(strict=True, transport="gloo", **options))
-    host = HostGraph((tokens, tokens), HostAttention.ELSEWHERE)
-
-    def apply(graph: fx.Graph) -> None:
-        passes.rewrite(graph, current_gate(passes.config), host)
-        seen.append(graph)
-
-    torch._dynamo.reset()
-    return torch.compile(function, options={"post_grad_custom_post_pass": apply, "fx_graph_cache": False})
+    residual = enter_residual(left, group_name())
+    hidden, residual = layer(residual, attended + residual.sin(), *weights[:2])
+    return leaving(residual, hidden @ weights[2])
 
 
 def _run(rank: int, tokens: int, options: list[dict[str, Any]], names: list[str]) -> dict[str, Any]:
@@ -89,17 +45,15 @@ def _run(rank: int, tokens: int, options: list[dict[str, Any]], names: list[str]
     for name, pair, query in zip(names, weights.double(), queries.double(), strict=True):
         attended = attended + residual.sin() if name == "read_twice" else attended
         residual = residual + sum(attended @ one for one in pair[0])
-        residual = residual + sum(_norm(residual) @ one for one in pair[1])
-        attended = _norm(residual) if name == "last" else (_norm(residual) @ query).tanh()
+        residual = residual + sum(norm(residual) @ one for one in pair[1])
+        attended = norm(residual) if name == "last" else (norm(residual) @ query).tanh()
     functions = {"piece": piece, "read_twice": read_twice, "last": last}
     graphs: list[fx.Graph] = []
-    exposed = []
     with torch.no_grad(), collect_reports() as reports:
-        left, attended_now = leave_residual(start, tokens, dist.group.WORLD.group_name, False, []), start.tanh()
+        left, attended_now = first(start), start.tanh()
         for name, given, pair, query in zip(names, options, weights[:, :, rank], queries, strict=True):
-            run = _compiled(functions[name], tokens, given, graphs)
+            run = compiled(functions[name], tokens, given | {"transport": "gloo"}, graphs)
             found = run(left, attended_now, *(one.clone() for one in pair), query)
-            torch.full((64, HIDDEN), torch.nan)  # what another graph does with memory that is free
             if name != "last":
                 left, attended_now = found[0], found[1].tanh()
     exposed = [len(report.split.overlap.exposed) for report in reports if report.split and report.split.overlap]

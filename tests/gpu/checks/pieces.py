@@ -43,13 +43,16 @@ def first(start: torch.Tensor) -> torch.Tensor:
 
 
 def piece(left: torch.Tensor, attended: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    hidden, residual = _sums(left, attended, *weights[:2])
-    query = hidden @ weights[2]
-    return leave_residual(residual, residual.shape[0], group_name(), False, [query]), query
+    hidden, residual = layer(enter_residual(left, group_name()), attended, *weights[:2])
+    return leaving(residual, hidden @ weights[2])
 
 
 def last(left: torch.Tensor, attended: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-    return _sums(left, attended, *weights[:2])[0]
+    return layer(enter_residual(left, group_name()), attended, *weights[:2])[0]
+
+
+def leaving(residual: torch.Tensor, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return leave_residual(residual, residual.shape[0], group_name(), False, [query]), query
 
 
 def world() -> dist.ProcessGroup:
@@ -61,10 +64,10 @@ def group_name() -> str:
     return world().group_name
 
 
-def _sums(
-    left: torch.Tensor, attended: torch.Tensor, out: torch.Tensor, mlp: torch.Tensor
+def layer(
+    residual: torch.Tensor, attended: torch.Tensor, out: torch.Tensor, mlp: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    residual = enter_residual(left, group_name())
+    """The normalised hidden states and the residual behind what follows an attention."""
     residual = residual + funcol.all_reduce(attended @ out, "sum", world())
     residual = residual + funcol.all_reduce(norm(residual) @ mlp, "sum", world())
     return norm(residual), residual
