@@ -62,6 +62,7 @@ def leave_last(graph: fx.Graph) -> None:
         others = [node for node in output.all_input_nodes if node is not leave and node.op != "placeholder"]
         *given, _ = leave.args
         leave.args = (*given, [node for node in others if isinstance(node.meta.get("val"), torch.Tensor)])
+        leave.meta.pop("eager_input_vals", None)  # with those of the old arguments, Inductor would lay out the new ones
         output.prepend(leave)
 
 
