@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from tw_compile import compat
-from tw_compile.kernels.collective.seam import own_rows
+from tw_compile.kernels.collective.seam import is_within, own_rows, row_of
 from tw_compile.kernels.collective.spec import rows_per_rank, whole_residual
 from tw_compile.kernels.runtime.operator import define
 
@@ -79,10 +79,9 @@ def _leave(parts: list[tuple[int, torch.Tensor]], sharded: bool) -> torch.Tensor
 def _enter_residual(left: torch.Tensor, group_name: str, rows_dtype: torch.dtype | None = None) -> torch.Tensor:
     global left_now
     there = left_now
-    if there is None or left.untyped_storage().data_ptr() != there.left.untyped_storage().data_ptr():
+    if there is None or not is_within(left, there.left):
         raise RuntimeError("left: expected what leave_residual has returned last, got another tensor")
-    begin = (left.data_ptr() - there.left.data_ptr()) // (left.shape[1] * left.element_size())
-    residual = _part(there, begin, left.shape[0], group_name, rows_dtype)
+    residual = _part(there, row_of(left, there.left), left.shape[0], group_name, rows_dtype)
     there.taken += left.shape[0]
     if there.taken == there.left.shape[0]:
         left_now = None

@@ -122,7 +122,7 @@ def _enter_layers(
     if found is not None and found[0].shape[0] == tokens:
         hidden, residual = found
     elif whole:
-        (hidden, residual), begin = next(iter(there.parts.values())), _row_of(left, there.left)
+        (hidden, residual), begin = next(iter(there.parts.values())), row_of(left, there.left)
         hidden, residual = hidden[begin : begin + tokens].clone(), residual[begin : begin + tokens].clone()
     else:
         raise RuntimeError(f"left: expected rows of one of {len(there.parts)} halves, got {tokens} others")
@@ -138,12 +138,18 @@ def _enter_layers(
 
 def _at(left: torch.Tensor) -> _Left:
     """What was left under ``left``, or under a tensor of which ``left`` is a part."""
-    if left_now is None or left.untyped_storage().data_ptr() != left_now.left.untyped_storage().data_ptr():
+    if left_now is None or not is_within(left, left_now.left):
         raise RuntimeError("left: expected what leave_layers or leave_halves has returned last, got another tensor")
     return left_now
 
 
-def _row_of(part: torch.Tensor, whole: torch.Tensor) -> int:
+def is_within(part: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Whether both have the same memory."""
+    return part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+
+
+def row_of(part: torch.Tensor, whole: torch.Tensor) -> int:
+    """The row of ``whole`` at which ``part``, rows of it, begins."""
     return (part.data_ptr() - whole.data_ptr()) // (whole.shape[1] * whole.element_size())
 
 

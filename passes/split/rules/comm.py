@@ -95,14 +95,14 @@ def _fused(call: OperatorCall, message: str, whole: tuple[str, ...]) -> Verdict:
     return RowWise(out, slices, args, kwargs)
 
 
-@token_rule(enter_layers)
-def _enter_layers(call: OperatorCall) -> Verdict:
+@token_rule(enter_layers, enter_residual)
+def _enter(call: OperatorCall) -> Verdict:
     """Each half enters with its rows of ``left``, see ``seams.py``. A sharded residual belongs to its half, as with a start."""
     rows = call.rows(call.argument("left"))
     if rows is None or not _of_tokens(rows):
         return call.join(JoinReason.RESIDUAL_SHARDS)
-    sharded = call.argument("rows_dtype") is not None
-    return RowWise((rows, Local("shard", call.node, rows) if sharded else rows))
+    residual = rows if call.argument("rows_dtype") is None else Local("shard", call.node, rows)
+    return RowWise(residual if is_call(call.node, enter_residual) else (rows, residual))
 
 
 @token_rule(leave_layers)
@@ -110,21 +110,10 @@ def _leave_layers(call: OperatorCall) -> Verdict:
     """Halves leave only a graph that halves may enter, one of several alike. Otherwise the next graph may have other halves."""
     if not any(is_call(node, enter_layers) for node in call.node.graph.nodes):
         return call.join(JoinReason.LEFT_WHOLE)
-    hidden, residual = call.rows(call.argument("hidden")), call.layout(call.argument("residual"))
-    of_half = residual.rows if isinstance(residual, Local) and residual.role == "shard" else residual
-    if hidden is None or not _of_tokens(hidden) or not isinstance(of_half, Rows) or not of_half.same_as(hidden):
+    hidden, residual = call.rows(call.argument("hidden")), _rows_of_residual(call)
+    if hidden is None or not _of_tokens(hidden) or residual is None or not residual.same_as(hidden):
         return call.join(JoinReason.RESIDUAL_SHARDS)
     return RowWise(hidden)
-
-
-@token_rule(enter_residual)
-def _enter_residual(call: OperatorCall) -> Verdict:
-    """As :func:`_enter_layers`."""
-    rows = call.rows(call.argument("left"))
-    if rows is None or not _of_tokens(rows):
-        return call.join(JoinReason.RESIDUAL_SHARDS)
-    sharded = call.argument("rows_dtype") is not None
-    return RowWise(Local("shard", call.node, rows) if sharded else rows)
 
 
 @token_rule(leave_residual)
@@ -134,12 +123,18 @@ def _leave_residual(call: OperatorCall) -> Verdict:
         return call.join(JoinReason.LEFT_WHOLE)
     for other in call.argument("after"):
         call.layout(other)
-    residual = call.layout(call.argument("residual"))
-    rows = residual.rows if isinstance(residual, Local) and residual.role == "shard" else residual
-    if not isinstance(rows, Rows) or not _of_tokens(rows):
+    rows = _rows_of_residual(call)
+    if rows is None or not _of_tokens(rows):
         return call.join(JoinReason.RESIDUAL_SHARDS)
     args, kwargs = call.with_arguments(tokens=HalfSize(rows.per_unit), after=[])
     return RowWise(rows, {}, args, kwargs)
+
+
+def _rows_of_residual(call: OperatorCall) -> Rows | None:
+    """The tokens of the residual that is left, also where each half has only those rows of it that the rank owns."""
+    layout = call.layout(call.argument("residual"))
+    found = layout.rows if isinstance(layout, Local) and layout.role == "shard" else layout
+    return found if isinstance(found, Rows) else None
 
 
 def _of_tokens(rows: Rows) -> bool:
