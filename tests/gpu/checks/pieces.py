@@ -122,6 +122,7 @@ class _Model:
         self.start, attended, self.result = (torch.empty_like(self.values[0]) for _ in range(3))
         of_rank = [(*pair, query) for pair, query in zip(weights[:, :, ctx.rank].unbind(), queries, strict=True)]
         given = self.start, attended, self.result, of_rank
+        self.read_by_graphs = given  # a CUDA graph does not hold what it reads
         self.steps = _steps([piece] * (LAYERS - 1), last, *given)
         unfused = [self.run(number) for number in range(_VALUES)]
         seen: list[fx.Graph] = []
