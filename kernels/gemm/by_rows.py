@@ -7,7 +7,7 @@
 faster changes with this number more than once, because the kernels' waves of tiles are full at different numbers of rows.
 ``turns`` are the ascending numbers of rows at which the choice changes. The first change is from the library's GEMMs to our
 kernel: ``[0]`` means our kernel always, ``[64, 2048]`` means our kernel from 64 to 2047 rows. They are measured
-(``autotune/turns.py``).
+(``autotune/turns.py``). Our kernel is ``joint_mm.cu``, or, for few rows and matrices that are not gated, ``split_k_mm.cu``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tw_compile.kernels.gemm import joint_mm
+from tw_compile.kernels.gemm import joint_mm, split_k_mm
 from tw_compile.kernels.gemm.mm_leaving_sms import one_by_one
 from tw_compile.kernels.runtime.operator import define
 
@@ -31,6 +31,10 @@ def joint_mm_on_cuda(
     a: torch.Tensor, matrices: Sequence[torch.Tensor], biases: Sequence[torch.Tensor], turns: Sequence[int]
 ) -> list[torch.Tensor]:
     if is_ours(len(a), turns) and joint_mm.multiplies(a, matrices, biases):
+        split_k_mm.load(a.device, bool(biases))
+        tiles = split_k_mm.tiles_of(a, matrices)
+        if tiles is not None:
+            return split_k_mm.joint_mm(a, matrices, biases, tiles)
         return joint_mm.joint_mm(a, matrices, biases, 0)
     return one_by_one(a, matrices, biases, 0)
 

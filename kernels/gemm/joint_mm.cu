@@ -26,13 +26,11 @@
 // Loads and matmuls use Hopper's machine instructions (PTX ISA, wgmma and cp.async.bulk.tensor) in the way that CUTLASS's
 // persistent cooperative kernels do.
 
-#include "tiles.cuh"
+#include "matrices.cuh"
 #if FED
 #include "fed.cuh"
 #endif
 
-inline constexpr int MATRICES = 3;
-inline constexpr int32_t NO_MATRIX = 0x7fffffff;
 static_assert(!(BIASED && GATED), "biases are added to what is stored");
 
 struct JointMmParams {
@@ -86,14 +84,6 @@ struct Tile {
   int32_t row, column;  // its first row, and its first column of all matrices'
   bool narrow, low;     // half of the columns; 64 rows, not 128
 };
-
-// The matrix that has a column, of all matrices' columns. Columns behind a matrix's end count as its own until the next begins.
-DEVICE int32_t matrix_of(const JointMmParams& params, int32_t column) {
-  int32_t matrix = 0;
-#pragma unroll
-  for (int32_t next = 1; next < MATRICES; next++) matrix += column >= params.begins[next];
-  return matrix;
-}
 
 // Finds the tile of CTA `rank` in pair `number` of all pairs. Two narrow pairs take the place of one whole pair. Returns false
 // beyond the last pair.
@@ -205,19 +195,6 @@ DEVICE void fill(const JointMmParams& params, Shared& shared, int32_t rank) {
   }
 }
 #endif
-
-// Adds the biases to all rows of a thread's sums of N columns from `column` on.
-template <int N>
-DEVICE void add_bias(const JointMmParams& params, float (&d)[N / 2], int32_t column) {
-#pragma unroll
-  for (int32_t block = 0; block < N / 8; block++) {
-    const int32_t matrix = matrix_of(params, column + block * 8), in = column + block * 8 - params.begins[matrix];
-    uint32_t two[1] = {0};
-    if (in < params.columns[matrix]) load_global(two, params.biases[matrix] + in + threadIdx.x % 4 * 2);
-#pragma unroll
-    for (int32_t i = 0; i < 4; i++) d[block * 4 + i] += as_float(i % 2 ? two[0] & 0xffff0000u : two[0] << 16);
-  }
-}
 
 DEVICE float silu(float x) { return x * reciprocal_near(1.0f + exp2_near(-1.4426950408889634f * x)); }
 

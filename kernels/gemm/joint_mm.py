@@ -30,7 +30,7 @@ from tw_compile.planning.joint_tiles import MOST_JOINT, WIDTHS, Tiling, begins, 
 
 _TILE_ROWS, _TILE_DEPTH = 128, BOX_COLUMNS
 _THREADS = 384
-_NO_MATRIX = 2**31 - 1
+NO_MATRIX = 2**31 - 1
 """Where a matrix begins that does not exist."""
 Form = Literal["plain", "biased", "gated"]
 """What is done with the sums before they are stored: nothing, add a bias, or multiply by ``silu`` of the gate."""
@@ -183,7 +183,7 @@ def params_of(
     )
     params.a = tensor_map(a.data_ptr(), rows, depth, _TILE_ROWS // params.boxes_a)
     for index in range(MOST_JOINT):
-        params.begins[index] = first_columns[index] if index < len(beside) else _NO_MATRIX
+        params.begins[index] = first_columns[index] if index < len(beside) else NO_MATRIX
     for index, matrix in enumerate(matrices):
         params.matrices[index] = tensor_map(matrix.data_ptr(), matrix.shape[1], depth, tiles.width // params.boxes_b)
     for index, out in enumerate(outs):

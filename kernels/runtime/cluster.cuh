@@ -28,5 +28,16 @@ DEVICE void store_to_cta(uint32_t rank, uint32_t* address, uint32_t word, uint64
       "r"(word), "r"(shared_address(barrier)), "r"(rank)
       : "memory");
 }
+// Loads 16 bytes of shared memory of CTA `rank` of the cluster, at the place of `address` in this CTA's. All threads must meet in
+// cluster_sync between what that CTA stores there and this.
+DEVICE void load_from_cta(uint32_t (&w)[4], uint32_t rank, const void* address) {
+  asm volatile(
+      "{\n.reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %4, %5;\n"
+      "ld.shared::cluster.v4.b32 {%0, %1, %2, %3}, [there];\n}"
+      : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+      : "r"(shared_address(address)), "r"(rank)
+      : "memory");
+}
 
 #endif

@@ -59,6 +59,7 @@ void emulated_prefetch_l2(const void* address, uint32_t bytes);
 uint32_t emulated_cluster_rank();
 void emulated_cluster_sync();
 void emulated_store_to_cta(uint32_t rank, void* pointer, uint32_t word, void* barrier);
+void emulated_load_from_cta(void* words, uint32_t rank, const void* pointer);
 void emulated_mbarrier_arrive_at(void* barrier, uint32_t rank);
 void emulated_load_tile(const char* primitive, uint32_t ranks, void* shared, const TensorMap* map, int32_t column,
                         int32_t row, void* barrier);
@@ -324,6 +325,7 @@ DEVICE void cluster_wait() { emulated_cluster_sync(); }
 DEVICE void store_to_cta(uint32_t rank, uint32_t* address, uint32_t word, uint64_t* barrier) {
   emulated_store_to_cta(rank, address, word, barrier);
 }
+DEVICE void load_from_cta(uint32_t (&w)[4], uint32_t rank, const void* address) { emulated_load_from_cta(w, rank, address); }
 
 // --- wgmma.cuh: arrivals at other CTAs, copies of tiles, matmuls of a warpgroup -------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +15,7 @@ from emulator.grouped import NOT_WRITTEN, STALL_LIMIT, TileDriver, bits_of, whol
 from tw_compile import compat
 from tw_compile.kernels.gemm import joint_mm as module
 from tw_compile.kernels.runtime import bindings
+from tw_compile.kernels.runtime.program import Program
 from tw_compile.planning.joint_tiles import Tiling, tiles_beside
 
 SOURCE = Path(module.__file__).with_name("joint_mm.cu")
@@ -27,6 +28,44 @@ def narrow_behind(whole: int, rows: int, columns: Sequence[int], width: int, mul
     high = (rows + 127) // 256
     whole = min(whole, high * wide)
     return Tiling(width, multiple, whole, 2 * (high * wide - whole), wide if rows > high * 256 else 0, 0.0)
+
+
+def emulated(
+    source: Path,
+    a: torch.Tensor,
+    matrices: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor],
+    outs: Sequence[tuple[int, int]],
+    seed: int,
+    resident: int,
+) -> Callable[[Program], SimpleNamespace]:
+    """The loaded kernel of a program whose source is ``source``: each launch runs in an emulator that has these tensors.
+
+    ``outs``: shapes of the results. ``resident``: how many CTAs run at a time at most.
+    """
+
+    def loaded(program: Program) -> SimpleNamespace:
+        defines: dict[str, int | str] = {name: int(value) for name, value in program.defines}
+
+        def launch(params: Any, *, stream: int, grid: int, block: int, shared_bytes: int, **options: Any) -> None:
+            emulator = Emulator(
+                source, program.entry, 1, seed, resident=resident, stall_limit=STALL_LIMIT, defines=defines
+            )
+            emulator.alloc(0, a, name="a")
+            for index, matrix in enumerate(matrices):
+                emulator.alloc(0, matrix.t(), name=f"matrix {index}")
+            for index, bias in enumerate(biases):
+                emulator.alloc(0, bias, name=f"bias {index}")
+            for index, (rows, columns) in enumerate(outs):
+                out = bits_of(params.out[index], rows * columns)
+                out.fill(NOT_WRITTEN)
+                emulator.alloc(0, out, name=f"out {index}")
+            emulator.launch(0, stream, grid, block, shared_bytes, params, **options)
+            emulator.run()
+
+        return SimpleNamespace(launch=launch)
+
+    return loaded
 
 
 def multiply(
@@ -47,32 +86,12 @@ def multiply(
     ``gated``: ``gated_mm``, else with ``biases`` if there are any.
     """
 
-    def launch(
-        params: module.JointMmParams, *, stream: int, grid: int, block: int, shared_bytes: int, **options: Any
-    ) -> None:
-        emulator = Emulator(source, "joint_mm", 1, seed, resident=resident, stall_limit=STALL_LIMIT, defines=defines)
-        emulator.alloc(0, a, name="a")
-        for index, matrix in enumerate(matrices):
-            emulator.alloc(0, matrix.t(), name=f"matrix {index}")
-        for index, bias in enumerate(biases):
-            emulator.alloc(0, bias, name=f"bias {index}")
-        for index, matrix in enumerate(matrices[: 1 if gated else None]):
-            out = bits_of(params.out[index], len(a) * matrix.shape[1])
-            out.fill(NOT_WRITTEN)
-            emulator.alloc(0, out, name=f"out {index}")
-        emulator.launch(0, stream, grid, block, shared_bytes, params, **options)
-        emulator.run()
-
-    defines: dict[str, int | str] = {}
-
-    def kernel(device: torch.device, width: int, form: module.Form) -> SimpleNamespace:
-        defines.update({name: int(value) for name, value in module.joint_mm_program(width, form).defines})
-        return SimpleNamespace(launch=launch)
-
+    outs = [(len(a), matrix.shape[1]) for matrix in matrices[: 1 if gated else None]]
+    kernel = emulated(source, a, matrices, biases, outs, seed, resident)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bindings, "load", lambda name: TileDriver())
         patch.setattr(module, "tensor_map", module.tensor_map.__wrapped__)
-        patch.setattr(module, "kernel_on", kernel)
+        patch.setattr(module, "kernel_on", lambda device, width, form: kernel(module.joint_mm_program(width, form)))
         patch.setattr(module, "sms_of", lambda device: sms)
         patch.setattr(compat, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
         if tiles is not None:
@@ -82,13 +101,21 @@ def multiply(
         return module.joint_mm(a, matrices, biases, reserved_sms)
 
 
-def check(rows: int, columns: Sequence[int], depth: int, seed: int, biased: bool = False, **options: Any) -> None:
-    """Every element is what it must be, to the bit, and no operand was written to."""
+def check(
+    rows: int,
+    columns: Sequence[int],
+    depth: int,
+    seed: int,
+    biased: bool = False,
+    by: Callable[..., list[torch.Tensor]] = multiply,
+    **options: Any,
+) -> None:
+    """Every element of the products ``by`` a kernel is what it must be, to the bit, and no operand was written to."""
     a = whole_numbers(rows, depth, seed=4 * seed)
     matrices = [whole_numbers(one, depth, seed=4 * seed + index).t() for index, one in enumerate(columns, 1)]
     biases = [256 * whole_numbers(one, seed=4 * seed + index) for index, one in enumerate(columns)] if biased else []
     given = [tensor.clone() for tensor in (a, *matrices, *biases)]
-    found = multiply(a, matrices, seed, biases=biases, **options)
+    found = by(a, matrices, seed, biases=biases, **options)
     for index, (product, matrix) in enumerate(zip(found, matrices, strict=True)):
         want = (a.float() @ matrix.float() + (biases[index].float() if biased else 0.0)).to(torch.bfloat16)
         wrong = product.view(torch.int16) != want.view(torch.int16)

@@ -192,6 +192,7 @@ struct Cta {
   CtaBarrier barriers[16];
   std::map<uint32_t, ClockRef> released;  // by offset of a counter in shared memory: what its last release knew
   std::vector<Warp*> cluster_warps;  // of the cluster's first CTA: that wait in cluster_sync
+  uint32_t cluster_synced = 0;       // Machine::now at the last one
 
   uint32_t cluster_rank() const { return index % launch->cluster; }
   uint64_t key(const void* address) const {

@@ -98,9 +98,6 @@ OPERANDS: dict[str, Changes] = {
 }
 
 TILES: dict[str, Changes] = {
-    "does not reach the last matrix": (("next < MATRICES; next++", "next < MATRICES - 1; next++"),),
-    "stays with the first matrix": (("matrix += column >= params.begins[next]", "matrix += 0"),),
-    "a matrix begins one block later": (("column >= params.begins[next]", "column > params.begins[next]"),),
     "low tiles are narrow": (("behind >= 0 && !tile.low", "behind >= 0"),),
     "both narrow tiles are the first": (("behind % 2 * (OUT_COLUMNS / 2)", "0"),),
     "a narrow pair for each whole one": (("params.whole + behind / 2", "params.whole + behind"),),
@@ -170,6 +167,15 @@ GATED: dict[str, Changes] = {
 
 BIASED: dict[str, Changes] = {
     "adds no bias": (("if constexpr (BIASED) add_bias", "if constexpr (false) add_bias"),),
+}
+
+MATRICES_HEADER: dict[str, Changes] = {
+    "does not reach the last matrix": (("next < MATRICES; next++", "next < MATRICES - 1; next++"),),
+    "stays with the first matrix": (("matrix += column >= params.begins[next]", "matrix += 0"),),
+    "a matrix begins one block later": (("column >= params.begins[next]", "column > params.begins[next]"),),
+}
+
+BIASES: dict[str, Changes] = {
     "adds the first matrix's": (("params.biases[matrix]", "params.biases[0]"),),
     "adds those of the first columns": (("params.biases[matrix] + in +", "params.biases[matrix] + block * 8 +"),),
     "adds those of the matrix of the first column": (
@@ -245,6 +251,8 @@ BROKEN = {
         ("bands", run_bands, "joint_mm.cu", BANDS),
         ("stores", run, "joint_mm.cu", STORES),
         ("biased", run_biased, "joint_mm.cu", BIASED),
+        ("biases", run_biased, "matrices.cuh", BIASES),
+        ("matrices", run, "matrices.cuh", MATRICES_HEADER),
         ("gated", run_gated, "joint_mm.cu", GATED),
         ("tiles.cuh", run, "tiles.cuh", TILES_HEADER),
         ("wgmma.cuh", run, "wgmma.cuh", WGMMA_HEADER),

@@ -44,6 +44,7 @@ static void complete_cluster_sync(Warp& warp) {
     std::vector<Warp*> own;
     for (Warp& each : one.warps) own.push_back(&each);
     synchronise(one, own);
+    one.cluster_synced = machine->now;
   }
   warps.clear();
 }
@@ -148,6 +149,16 @@ void emulated_store_to_cta(uint32_t rank, void* pointer, uint32_t word, void* ba
   machine->copies.back().word = {word};
   ++there.in_flight;
   machine->progress();
+}
+
+void emulated_load_from_cta(void* words, uint32_t rank, const void* pointer) {
+  const Thread& thread = enter("load_from_cta", pointer);
+  const Cta& there = cta_at(*thread.cta, rank);
+  const uint32_t offset = check_shared(pointer, 16, 16);
+  for (uint32_t i = 0; i < 4; ++i)
+    if (there.shared_words[offset / 4 + i].written > there.cluster_synced)
+      fail("reads shared memory + 0x%x of CTA %u, which was written with no cluster_sync since", offset, rank);
+  memcpy(words, there.shared + offset, 16);
 }
 
 // --- copies of tiles -----------------------------------------------------------------------------------------------

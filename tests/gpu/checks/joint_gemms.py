@@ -10,8 +10,11 @@ from gpu.checks.producer import joint_product
 from tw_compile import collect_reports
 from tw_compile.autotune.turns import Gemms, measured_turns, rows_to_measure
 from tw_compile.harness.problems import Context, expect_within_budget
+from tw_compile.kernels.gemm import split_k_mm
 from tw_compile.kernels.gemm.by_rows import gated_mm_by_rows, is_ours, joint_mm_by_rows
-from tw_compile.kernels.gemm.mm_leaving_sms import gated_mm_leaving_sms, joint_mm_leaving_sms
+from tw_compile.kernels.gemm.joint_mm import sms_of
+from tw_compile.kernels.gemm.mm_leaving_sms import gated_mm_leaving_sms
+from tw_compile.planning.split_k_tiles import candidates
 
 _TURNS = [100, 700]
 
@@ -29,9 +32,28 @@ def gemms_by_rows_are_as_near_as_matmuls(ctx: Context) -> None:
             if ours:
                 same = torch.equal(found, gated_mm_leaving_sms(a, first, second, 0))
                 ctx.expect(same, f"gated, {rows} rows: not our kernel's bits")
-        found = joint_mm_by_rows(a, [gate, up], [], _TURNS)
-        expected = joint_mm_leaving_sms(a, [gate, up], [], 0) if ours else [a @ gate, a @ up]
-        ctx.expect(all(map(torch.equal, found, expected)), f"joint, {rows} rows: other bits")
+        for found, matrix in zip(joint_mm_by_rows(a, [gate, up], [], _TURNS), (gate, up), strict=True):
+            if ours:
+                expect_within_budget(ctx, f"joint, {rows} rows", found, a @ matrix, a.double() @ matrix.double())
+            else:
+                ctx.expect(torch.equal(found, a @ matrix), f"joint, {rows} rows: not the library's bits")
+
+
+def gemms_of_few_rows_are_as_near_as_matmuls(ctx: Context) -> None:
+    """With their depth split, in tiles of all widths and both numbers of parts; every call has the same bits."""
+    for rows, depth in ((1, 256), (16, 4096), (64, 1024), (65, 4096), (128, 8192), (200, 4096), (384, 1088)):
+        for columns in ((520, 264, 8), (256, 256)):
+            a, matrices = joint_product(ctx, rows, columns, depth)
+            addends = torch.randn(sum(columns), generator=ctx.generator(rows, depth), device=ctx.device).bfloat16()
+            for biases in ([], list(addends.split(columns))):
+                for tiles in candidates(rows, depth, columns, sms_of(ctx.device)):
+                    found, again = (split_k_mm.joint_mm(a, matrices, biases, tiles) for _ in range(2))
+                    ctx.expect(all(map(torch.equal, found, again)), f"{rows} rows, {tiles}: other bits the second time")
+                    for number, (got, matrix) in enumerate(zip(found, matrices, strict=True)):
+                        base, exact = a @ matrix, a.double() @ matrix.double()
+                        if biases:
+                            base, exact = torch.addmm(biases[number], a, matrix), exact + biases[number].double()
+                        expect_within_budget(ctx, f"{rows} rows, {len(biases)} biases, {tiles}", got, base, exact)
 
 
 def turns_are_measured(ctx: Context) -> None:

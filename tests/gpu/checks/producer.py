@@ -137,10 +137,12 @@ def gated_mm_leaving_sms_is_silu_times_a_product(ctx: Context) -> None:
             ctx.expect(torch.equal(left, whole), f"[{rows}, {columns}], {reserved_sms} SMs left: other bits")
 
 
-def joint_product(ctx: Context, rows: int, columns: Sequence[int]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def joint_product(
+    ctx: Context, rows: int, columns: Sequence[int], depth: int = 1024
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
     own = ctx.generator(rows, ctx.rank + 1)
-    a = torch.randn(rows, 1024, generator=own, device=ctx.device).bfloat16()
-    matrices = [torch.randn(one, 1024, generator=own, device=ctx.device).bfloat16().t() * 0.05 for one in columns]
+    a = torch.randn(rows, depth, generator=own, device=ctx.device).bfloat16()
+    matrices = [torch.randn(one, depth, generator=own, device=ctx.device).bfloat16().t() * 0.05 for one in columns]
     return a, matrices
 
 

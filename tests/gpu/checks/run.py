@@ -132,6 +132,7 @@ ALONE = (
     producer.grouped_mm_leaving_sms_gives_the_same_bits,
     producer.mm_reserve_is_measured,
     joint_gemms.gemms_by_rows_are_as_near_as_matmuls,
+    joint_gemms.gemms_of_few_rows_are_as_near_as_matmuls,
     joint_gemms.turns_are_measured,
     joint_gemms.compiled_gemms_are_joined,
     *fed.ALONE,
