@@ -41,8 +41,8 @@ _SHARDED = Form(residual="sharded", out="sharded", residual_dtype=torch.float32)
 class Site:
     """A call and the GEMMs behind it.
 
-    ``want``: products of the GEMM behind the wait, and the rows of the residual. ``want_unfed``: the same where the operators feed
-    nothing. GEMMs of few rows split their depth then, which gives other bits.
+    ``want``: products of the GEMM behind the wait, and the rows of the residual. ``want_unfed``: the same where the operators
+    feed nothing. GEMMs of few rows split their depth then, which gives other bits.
     """
 
     problem: Problem
