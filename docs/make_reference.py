@@ -79,7 +79,9 @@ def options_page() -> str:
         MADE,
         "# Options\n\nThe fields of `tw_compile.Config`. With torch.compile each is a key of `options`: ",
         '`options={"tw_compile.fuse_min_bytes": 65536}`. In vLLM they are the keys of the table `tw_compile` in ',
-        "`--additional-config`.\n\n| option | default | meaning |\n|---|---|---|\n",
+        '`--additional-config`, in JSON: `true`, `null`, `"auto"`. There, `host` and `disable_custom_all_reduce` follow vLLM.',
+        "\n\n",
+        "| option | default | meaning |\n|---|---|---|\n",
     ]
     for field in dataclasses.fields(Config):
         default = "`TW_COMPILE_STRICT`" if field.default is dataclasses.MISSING else f"`{field.default!r}`"

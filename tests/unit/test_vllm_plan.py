@@ -47,6 +47,9 @@ def test_bad_values_of_the_switches_are_named() -> None:
         switched_off({"TW_COMPILE": "yes"})
     with pytest.raises(ValueError, match=r"additional_config\['tw_compile'\]: expected options, .* got 'on'"):
         asked_options({"tw_compile": "on"}, {})
+    for name in ("tw-compile", "twcompile", "tw_complie", "TW_compile"):
+        with pytest.raises(ValueError, match=f"additional_config: expected the key 'tw_compile', got '{name}'"):
+            asked_options({name: {}, "other": 1}, {})
 
 
 def test_options_are_those_of_config_and_what_vllm_says_is_not_theirs() -> None:

@@ -107,6 +107,21 @@ def test_an_unknown_option_stops_the_start_and_is_named(folder: Path) -> None:
         engine_config(folder, additional_config={"tw_compile": {"transprot": "p2p"}})
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device_profile": "A100"}, r"tw_compile\.device_profile: .*expected one of .*got 'A100'"),
+        (
+            {"disable_passes": ["join_gemm"]},
+            r"tw_compile\.disable_passes: .*got 'join_gemm'; did you mean join_gemms\?",
+        ),
+    ],
+)
+def test_a_wrong_name_stops_the_start(folder: Path, options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        engine_config(folder, additional_config={"tw_compile": options})
+
+
 def test_ranges_end_where_the_decision_changes(folder: Path) -> None:
     options = {"fuse_min_bytes": 8 * ROW_BYTES, "fuse_max_bytes": 64 * ROW_BYTES}
     config = engine_config(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,11 +27,16 @@ def asked_options(additional_config: object, environment: Mapping[str, str]) -> 
     ``additional_config`` is vLLM's. Its entry ``tw_compile`` is a table of :class:`tw_compile.Config`'s fields, true or false.
 
     Raises:
-        ValueError: The entry is no table, true or false; or ``TW_COMPILE`` has a bad value.
+        ValueError: The entry is no table, true or false. Or it is missing, and another one has nearly its name. Or ``TW_COMPILE``
+            has a bad value.
     """
     if switched_off(environment):
         return None
-    asked = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
+    entries = additional_config if isinstance(additional_config, Mapping) else {}
+    near = difflib.get_close_matches(KEY, [str(key) for key in entries], n=1, cutoff=0.8)
+    if near and KEY not in entries:
+        raise ValueError(f"additional_config: expected the key {KEY!r}, got {near[0]!r}")
+    asked = entries.get(KEY)
     if isinstance(asked, Mapping):
         return dict(asked)
     if asked not in (None, True, False):

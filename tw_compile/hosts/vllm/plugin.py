@@ -166,8 +166,14 @@ def _config_of(engine: Any, options: dict[str, Any]) -> Config:
     """
     from vllm import __version__
 
+    from tw_compile.current import own_profile
+    from tw_compile.passes import manager
+
     config = vllm_config(options, __version__, engine.parallel_config.disable_custom_all_reduce)
     plan.gates(config, None)
+    manager.check_names(config.disable_passes)
+    if config.device_profile != "auto":
+        own_profile(config)
     return config
 
 
