@@ -110,8 +110,8 @@ With Mamba or linear attention (`state_space`) layers differ within a model. So 
 of the tiny model, which has each kind at least once. "2 inside `mamba_mixer`" means that this operator does two more sums by
 itself, where no pass sees them ([Mamba and linear attention](../vllm.md#mamba-and-linear-attention)).
 
-With `auto` no quantised model and no model with experts of vLLM's is split over NVLink. Their matmuls can't be told to leave SMs to
-a sum beside them, and the planner has no times for them ([Splitting](../split.md#quantised-matmuls-and-experts)).
+With `auto` no quantised model and no model with experts of vLLM's is split over NVLink. Their matmuls can't be told to leave
+SMs to a sum beside them, and the planner has no times for them ([Splitting](../split.md#quantised-matmuls-and-experts)).
 """
 
 

@@ -27,7 +27,7 @@ def asked_options(additional_config: object, environment: Mapping[str, str]) -> 
     ``additional_config`` is vLLM's. Its entry ``tw_compile`` is a table of :class:`tw_compile.Config`'s fields, true or false.
 
     Raises:
-        ValueError: The entry is no table, true or false. Or it is missing, and another one has nearly its name. Or ``TW_COMPILE``
+        ValueError: The entry is no table, true or false; it is missing, and another one has nearly its name; or ``TW_COMPILE``
             has a bad value.
     """
     if switched_off(environment):
