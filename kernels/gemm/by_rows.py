@@ -31,6 +31,7 @@ def joint_mm_on_cuda(
     a: torch.Tensor, matrices: Sequence[torch.Tensor], biases: Sequence[torch.Tensor], turns: Sequence[int]
 ) -> list[torch.Tensor]:
     if is_ours(len(a), turns) and joint_mm.multiplies(a, matrices, biases):
+        joint_mm.load(a.device, "biased" if biases else "plain")  # both: a call of other rows may be in a capture
         split_k_mm.load(a.device, bool(biases))
         tiles = split_k_mm.tiles_of(a, matrices)
         if tiles is not None:

@@ -234,6 +234,11 @@ def _program(width: int, form: Form, params: type[ctypes.Structure], **more: int
     return Program(Path(__file__).with_name("joint_mm.cu"), params, arch_of(CAPABILITY), tuple(defines.items()))
 
 
+def load(device: torch.device, form: Form) -> None:
+    """Load the kernels. The first call that needs one may come while a CUDA graph is captured, when loading may fail."""
+    _kernels(device, form)
+
+
 def kernel_on(device: torch.device, width: int, form: Form) -> Kernel:
     return _kernels(device, form)[width]
 

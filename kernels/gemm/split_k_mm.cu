@@ -5,7 +5,7 @@
 // some columns, in the order of the CTAs, and stores them.
 //
 // The columns of all matrices lie beside each other, as in joint_mm.cu. In a CTA one thread keeps a ring of shared-memory stages
-// filled, of 64 of the depth each. Two warpgroups multiply 64 rows each. If there are at most 64 rows, the second one does
+// filled, of 64 of the depth each. Two warpgroups multiply 64 rows each. If a tile has at most 64 rows, the second one does
 // nothing.
 //
 // BIASED: each matrix has a vector that is added to all rows of its result, before the result is rounded.

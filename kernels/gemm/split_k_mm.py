@@ -53,7 +53,7 @@ def tiles_of(a: torch.Tensor, matrices: Sequence[torch.Tensor]) -> SplitK | None
 
 
 def load(device: torch.device, biased: bool) -> None:
-    """Load the kernels. A call with few rows may be the first one in a CUDA graph's capture, when loading may fail."""
+    """As :func:`joint_mm.load`."""
     _kernels(device, biased)
 
 

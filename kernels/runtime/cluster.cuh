@@ -29,7 +29,7 @@ DEVICE void store_to_cta(uint32_t rank, uint32_t* address, uint32_t word, uint64
       : "memory");
 }
 // Loads 16 bytes of shared memory of CTA `rank` of the cluster, at the place of `address` in this CTA's. All threads must meet in
-// cluster_sync between what that CTA stores there and this.
+// cluster_sync between what that CTA stores there and this, and once more before that CTA ends.
 DEVICE void load_from_cta(uint32_t (&w)[4], uint32_t rank, const void* address) {
   asm volatile(
       "{\n.reg .b32 there;\n"

@@ -144,11 +144,12 @@ def test_gemms_of_few_rows_split_their_depth(
     monkeypatch: pytest.MonkeyPatch, launches: list[dict[str, Any]], rows: int, ours: str
 ) -> None:
     """Both kernels are loaded by the first call, whatever its rows: a later one may be in a capture, when nothing can be."""
-    loaded: list[tuple[torch.device, bool]] = []
+    loaded: list[tuple[torch.device, object]] = []
     monkeypatch.setattr(module, "load", lambda device, biased: loaded.append((device, biased)))
+    monkeypatch.setattr(joint_mm, "load", lambda device, form: loaded.append((device, form)))
     monkeypatch.setattr(joint_mm, "multiplies", lambda *operands: True)
     monkeypatch.setattr(joint_mm, "joint_mm", lambda a, matrices, biases, reserved_sms: "whole")
     monkeypatch.setattr(module, "joint_mm", lambda a, matrices, biases, tiles: "split")
     a, matrices = operands(rows, (2048, 512, 512), 4096)
     assert by_rows.joint_mm_on_cuda(a, matrices, [], [0]) == ours
-    assert loaded == [(a.device, False)]
+    assert loaded == [(a.device, "plain"), (a.device, False)]

@@ -2,7 +2,8 @@
 
 The time of a GEMM grows in steps, when its tiles fill another wave. The steps of two kernels lie at different numbers of rows.
 So no single number says where one of them wins. Both kernels are timed at numbers of rows that are close enough to see the
-steps. A result also holds for fewer rows, down to the next smaller number, because fewer rows fill no more tiles.
+steps. A result also holds for fewer rows, down to the next smaller number, because fewer rows fill no more tiles. (With
+their depth split they may have other tiles, and take up to a quarter longer.)
 
 In a model the weights come from the device's memory, because other layers have used the L2 cache since. So each trial finds the
 cache filled with something else. As in ``measured_reserve.py``, trials of both kernels take turns, and the shortest trial

@@ -133,6 +133,7 @@ ALONE = (
     producer.mm_reserve_is_measured,
     joint_gemms.gemms_by_rows_are_as_near_as_matmuls,
     joint_gemms.gemms_of_few_rows_are_as_near_as_matmuls,
+    joint_gemms.gemms_of_few_rows_give_the_same_bits,
     joint_gemms.turns_are_measured,
     joint_gemms.compiled_gemms_are_joined,
     *fed.ALONE,
