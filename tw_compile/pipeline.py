@@ -19,7 +19,7 @@ from tw_compile.kernels.collective.transport import group_facts
 from tw_compile.kernels.runtime import operator
 from tw_compile.passes import fusion, manager, split
 from tw_compile.passes.contract import Context, HostGraph, InductorNeed
-from tw_compile.passes.reasons import SplitRefusal, refusals
+from tw_compile.passes.reasons import Refusal, SplitRefusal, refusals
 from tw_compile.sources import source_digest
 
 logger = logging.getLogger("tw_compile")
@@ -159,8 +159,19 @@ def _not_split(context: Context, reason: SplitRefusal, detail: str) -> report.Sp
     return report.Split(str(context.config.split), "off", reason, detail)
 
 
+@functools.cache
+def say_training() -> None:
+    """Warn that nothing is fused in training; only once, as ``say_off``. The user may have forgotten to switch it off."""
+    logger.warning(
+        "tw_compile: a graph records gradients, so none of its all_reduces is fused; call the model under torch.no_grad() or "
+        "torch.inference_mode()"
+    )
+
+
 def log_report(result: report.GraphReport) -> None:
     """Log a line for the all_reduces, and a line for the tokens where the graph has a split report."""
+    if Refusal.TRAINING_GRAPH in result.refusals:
+        say_training()
     level = logging.INFO if result.counts["fused"] else logging.DEBUG
     logger.log(level, "tw_compile: %s", result.summary)
     done = result.split

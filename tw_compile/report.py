@@ -225,7 +225,7 @@ class GraphReport:
     @property
     def refusals(self) -> dict[str, int]:
         """How often each reason was given, most frequent first."""
-        return dict(Counter(site.reason for site in self.sites if site.reason).most_common())
+        return dict(Counter(str(site.reason) for site in self.sites if site.reason).most_common())
 
     @property
     def quantisations(self) -> dict[str, int]:

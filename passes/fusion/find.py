@@ -170,7 +170,9 @@ def find_sites(graph: fx.Graph, capability: tuple[int, int] | None = None) -> li
             sites.append(MergedSite(all_reduce, merged[node]))
             continue
         if training:
-            result: FusionSite | Refused = Refused(Refusal.TRAINING_GRAPH, "the graph is part of a training step")
+            result: FusionSite | Refused = Refused(
+                Refusal.TRAINING_GRAPH, "the graph records gradients; call the model under torch.no_grad()"
+            )
         else:
             result = _check_all_reduce(all_reduce) or _follow(all_reduce, position, capability)
         if isinstance(result, FusionSite) and result.h in norms:

@@ -40,6 +40,10 @@ REFUSED = [
         ["run", "--device", "cpu", "--transport", "p2p"],
         "--transport: expected auto or gloo with --device cpu, got 'p2p'",
     ),
+    (
+        ["run", "--transport", "host"],
+        "--transport: expected auto or gloo with the CPU, which is taken as there are 0 GPUs",
+    ),
     (["run", "--device", "cpu", "--json", "nowhere/report.json"], "--json: expected a file in a folder that exists"),
     (["inspect", *TINY, "--tp", "3"], HEADS),
     (["inspect", *TINY, "--layers", "5"], DEPTH),

@@ -21,6 +21,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from tw_compile import Config, TWCompilePass, kept_reports
 from tw_compile.compat import FakeTensorMode
 from tw_compile.models.config import load_config, tensor_parallel_plan
+from tw_compile.passes.reasons import Refusal
 from tw_compile.planning import layer_shape, load_profile, plan_layer
 from tw_compile.report import GraphReport, Overlap, OverlapWindow, PassReport, Site, Split
 
@@ -56,6 +57,11 @@ def test_what_is_read_is_what_was_kept_and_says_where_it_comes_from(tmp_path: Pa
     assert [path.name for path in file.parent.iterdir()] == ["report.json"]
     assert read[0].as_dict() == full_report().as_dict() | {"from_cache": True}
     assert read[0].summary == "from cache: 1 of 1 all_reduces fused"
+
+
+def test_a_summary_has_reasons_as_words() -> None:
+    refused = replace(SITE, decision="refused", reason=Refusal.TRAINING_GRAPH)
+    assert GraphReport([refused, refused]).summary == "0 of 2 all_reduces fused, {'training_graph': 2}"
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from tw_compile.kernels.collective.seam import enter_layers, leave_layers
 from tw_compile.kernels.collective.spec import row_range
 from tw_compile.passes.fusion.rewrite import Rewriter
 from tw_compile.passes.reasons import Refusal
+from tw_compile.pipeline import say_training
 from tw_compile.report import GraphReport
 from tw_compile.testing import (
     assert_annotation,
@@ -523,7 +524,8 @@ def test_failure_in_the_middle_leaves_the_graph_as_it_was(
 
 
 @pytest.mark.full
-def test_training_graphs_are_refused_and_gradients_are_right(group: None) -> None:
+def test_training_graphs_are_refused_and_gradients_are_right(group: None, caplog: pytest.LogCaptureFixture) -> None:
+    say_training.cache_clear()
     torch.manual_seed(0)
     module, stream = Decoder("torch", layers=1), torch.randn(3, 64)
     expected = torch.autograd.grad(module(stream).square().sum(), list(module.parameters()))
@@ -534,6 +536,8 @@ def test_training_graphs_are_refused_and_gradients_are_right(group: None) -> Non
     forward, backward = reports
     assert forward.refusals == {Refusal.TRAINING_GRAPH: 2} and forward.counts["fused"] == 0
     assert set(backward.refusals) <= {Refusal.TRAINING_GRAPH} and backward.counts["fused"] == 0
+    (line,) = [record for record in caplog.records if "a graph records gradients" in record.message]
+    assert line.levelno == logging.WARNING and "torch.no_grad()" in line.message
 
 
 @pytest.mark.full

@@ -23,12 +23,19 @@ from tw_compile.testing import (
     assert_annotation,
     assert_order,
     assert_within_budget,
+    compare_on_gloo,
     count_ops,
     fake_process_group,
     find_ops,
     relative_error,
     rewrite,
 )
+
+
+@pytest.mark.parametrize("calls", [0, -1])
+def test_a_comparison_of_no_calls_is_refused(calls: int) -> None:
+    with pytest.raises(ValueError, match=f"calls: expected 1 or more, got {calls}"):
+        compare_on_gloo(lambda rank: torch.nn.Identity(), lambda rank, call: (), calls=calls)
 
 
 @pytest.mark.full

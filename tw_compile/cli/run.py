@@ -195,7 +195,7 @@ def resolve(
     if device == "cuda" and gpus == 0:
         raise UsageError("--device: expected cpu, as torch finds no GPU here, got 'cuda'")
     chosen = device or ("cuda" if gpus >= _ranks_here() else "cpu")
-    if chosen == "cpu" and transport in ("p2p", "multimem", "nccl"):
+    if chosen == "cpu" and transport not in (AUTO, *names_for("cpu")):
         why = "--device cpu" if device else f"the CPU, which is taken as there are {gpus} GPUs"
         raise UsageError(f"--transport: expected auto or gloo with {why}, got {transport!r}")
     world_size = _world_size(tp, chosen, gpus)

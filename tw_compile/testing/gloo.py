@@ -214,7 +214,12 @@ def compare_on_gloo(
         calls: How often the compiled module is called, back to back.
         ranks: Workers to run on; None starts ``world_size`` of them for this comparison.
         factor: The error may be at most this factor times the unfused error.
+
+    Raises:
+        ValueError: ``calls`` is below 1, so nothing would be compared.
     """
+    if calls < 1:
+        raise ValueError(f"calls: expected 1 or more, got {calls!r}")
     if ranks is None:
         with GlooRanks(world_size) as own:
             return compare_on_gloo(
