@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tw_compile.planning.joint_tiles import BOX, MOST_JOINT, tiles_beside, tiling
 from tw_compile.planning.split_k_tiles import (
     MOST_ROWS,
+    MOST_SHARE,
     PARTS,
     TILE_ROWS,
     WIDTHS,
@@ -60,7 +61,7 @@ def test_the_chosen_tiles_are_predicted_to_be_the_fastest(
 ) -> None:
     chosen, whole = split_k(rows, depth, columns, sms), whole_us(rows, depth, columns, sms)
     times = [tiles.us for tiles in candidates(rows, depth, columns, sms)]
-    assert (chosen is None) == (rows > MOST_ROWS or not times or min(times) >= whole)
+    assert (chosen is None) == (rows > MOST_ROWS or not times or min(times) >= MOST_SHARE * whole)
     assert chosen is None or chosen.us == min(times)
 
 
@@ -102,6 +103,16 @@ def test_what_is_chosen_is_nearly_the_fastest_of_those_measured(measured: Measur
     assert len(shares) == 36 and max(shares) < 1.09 and mean(shares) < 1.01
 
 
+def test_what_is_chosen_gains_and_what_is_not_would_not(measured: Measured) -> None:
+    for (model, rows), times in measured.items():
+        found = list(candidates(rows, *GEMMS[model], SMS))
+        if split_k(rows, *GEMMS[model], SMS) is not None:
+            assert chosen_us(times, split_k(rows, *GEMMS[model], SMS)) < 0.9 * times["whole"]
+        elif found:
+            fastest = min(found, key=lambda tiles: tiles.us)
+            assert chosen_us(times, fastest) > 0.99 * times["whole"]
+
+
 def test_up_to_256_rows_all_gain(measured: Measured) -> None:
     """Of the faster of the GEMM with whole depths and the library's."""
     gains = {
@@ -123,7 +134,7 @@ def test_times_are_predicted(measured: Measured) -> None:
     assert mean(whole) < 0.05 and max(whole) < 0.15
 
 
-@pytest.mark.parametrize("sms", [78, 114, 132])
+@pytest.mark.parametrize("sms", [114, 132])
 @pytest.mark.parametrize("model", GEMMS)
 def test_few_rows_split_their_depth_on_other_gpus_too(model: str, sms: int) -> None:
     assert all(split_k(rows, *GEMMS[model], sms) is not None for rows in (1, 16, 64, 128))
